@@ -1,0 +1,69 @@
+"""Policy-gradient training of diffusers pipelines without recomputing the rollout."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .advantages import group_advantages
+    from .config import Config, check, load_config, read_prompts, recipe_names
+    from .data import SampleKey, Transition
+    from .errors import LeanError
+    from .loading import load_pipeline, make_trainable
+    from .policy import Policy, Sampling
+    from .schedules import Native, Retain, Reweight
+
+__version__ = "0.1.0"
+
+# Where each public name lives. They are imported on first use, so that `import leangrpo` and the
+# command line's help load neither torch nor diffusers.
+_HOMES = {
+    "Config": "config",
+    "LeanError": "errors",
+    "Native": "schedules",
+    "Policy": "policy",
+    "Retain": "schedules",
+    "Reweight": "schedules",
+    "SampleKey": "data",
+    "Sampling": "policy",
+    "Transition": "data",
+    "check": "config",
+    "group_advantages": "advantages",
+    "load_config": "config",
+    "load_pipeline": "loading",
+    "make_trainable": "loading",
+    "read_prompts": "config",
+    "recipe_names": "config",
+}
+
+__all__ = [
+    "Config",
+    "LeanError",
+    "Native",
+    "Policy",
+    "Retain",
+    "Reweight",
+    "SampleKey",
+    "Sampling",
+    "Transition",
+    "__version__",
+    "check",
+    "group_advantages",
+    "load_config",
+    "load_pipeline",
+    "make_trainable",
+    "read_prompts",
+    "recipe_names",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module (PEP 562)."""
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

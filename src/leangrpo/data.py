@@ -1,0 +1,67 @@
+"""The records that travel through a run; all of them know shapes, none of them knows a model.
+
+Shape letters, used in every docstring of the package: B samples in one forward, M generations of
+a prompt (the group), P prompts of an update, T sampling steps, S selected steps, C H W F channels,
+height, width and frames.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class SampleKey(NamedTuple):
+    """Whose noise and whose advantage: a generation of a prompt of an update.
+
+    `prompt` counts the draws of an update, not the texts: a text drawn twice makes two groups.
+    """
+
+    update: int
+    prompt: int
+    generation: int
+
+
+@dataclass(slots=True)
+class Transition:
+    """One selected denoising step of B samples, z_t -> z_{t-1}.
+
+    `log_prob` is `(B,)` and carries its graph when the step was sampled with gradients. `latents`
+    (z_t) and `next_latents` (z_{t-1}) are `(B, ...)` float32, exactly what the kernel read and
+    what was handed on; a foreign trainer that feeds bare log-probabilities leaves them out.
+    `kl` `(B,)` is the divergence from the reference policy, where one is in the loss.
+    """
+
+    keys: tuple[Hashable, ...]
+    step: int
+    log_prob: Tensor
+    prompts: tuple[str, ...] = ()
+    latents: Tensor | None = None
+    next_latents: Tensor | None = None
+    mean: Tensor | None = None
+    kl_std: Tensor | None = None
+    kl: Tensor | None = None
+    reference_mean: Tensor | None = None
+    weight: float = 1.0
+    version: int | None = None
+    process: int = field(default_factory=os.getpid)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What one call of the policy gave: pictures, final latents and the selected transitions.
+
+    `images` is `(B, C, H, W)` (video `(B, F, C, H, W)`) float32 in [0, 1] on the CPU, or None
+    when nothing was decoded; `latents` `(B, ...)` is z_0. `transitions` is empty when a callback
+    took them as they came.
+    """
+
+    keys: tuple[SampleKey, ...]
+    prompts: tuple[str, ...]
+    images: Tensor | None
+    latents: Tensor
+    transitions: tuple[Transition, ...]

@@ -1,0 +1,25 @@
+"""Errors that tell a user what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+
+class LeanError(ValueError):
+    """Something the user can mend; the command line prints its text and exits with 2."""
+
+
+class StaleGraphError(LeanError):
+    """A gradient of one policy version was about to be used on another."""
+
+
+class RewardError(LeanError):
+    """A reward raised, or returned something that is no list of finite scores."""
+
+
+def problem(setting: str, value: object, allowed: str, remedy: str = "") -> LeanError:
+    """Build the one form all complaints about a setting have.
+
+    `setting` is the dotted name, `value` what was given, `allowed` the rule it breaks, and
+    `remedy` what to do instead.
+    """
+    text = f"`{setting}` is {value!r}: {allowed.rstrip('.')}."
+    return LeanError(f"{text} {remedy}".strip())

@@ -1,0 +1,87 @@
+"""Using a finished or running run: its weights on held-out prompts, or on prompts of your own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import checkpoint
+from .config import Config, read_prompts
+from .data import SampleKey
+from .errors import LeanError
+from .evaluation import evaluate
+from .policy import Policy
+from .setup import make_policy, make_scorers, pick_device
+
+_OWN_PROMPTS = -3
+"""The `update` of the noise of `sample`: neither training nor evaluation has it."""
+
+
+def load_run(config: Config, run: Path, update: int | None) -> tuple[Policy, int]:
+    """A run's policy with the weights of a checkpoint (the newest sound one by default)."""
+    root = run / "checkpoints"
+    if update is None:
+        found, complaints = checkpoint.newest(root)
+        for complaint in complaints:
+            print(f"warning: {complaint} Using the one before it.", flush=True)
+        if found is None:
+            raise LeanError(f"{run} has no checkpoint yet. Wait for one, or train it first.")
+    else:
+        found = checkpoint.open_checkpoint(root / f"{update:06d}")
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    policy = make_policy(config, pick_device(config.run.device))
+    checkpoint.load_weights(policy, found.folder)
+    return policy, found.update
+
+
+def evaluate_run(config: Config, run: Path, update: int | None) -> dict[str, Any]:
+    """Score a checkpoint on the run's held-out prompts; the line of `evaluations.jsonl`."""
+    if not config.prompts.heldout:
+        raise LeanError(
+            f"{run} has no held-out prompts: prompts.heldout is null in its config.yaml."
+        )
+    prompts = read_prompts(config.prompts.heldout, heldout=True)[: config.evaluation.prompts]
+    policy, at = load_run(config, run, update)
+    started = time.perf_counter()
+    scorer, judge = make_scorers(config)
+    with scorer, judge:
+        result = evaluate(policy, judge, prompts, batch=config.evaluation.batch)
+    return result.line(at, time.perf_counter() - started)
+
+
+def sample_run(
+    config: Config,
+    run: Path,
+    prompts: Sequence[str],
+    out: Path,
+    *,
+    num: int,
+    seed: int,
+    update: int | None,
+) -> list[Path]:
+    """Write `num` pictures (PNG; videos as GIF) of every prompt to `out`; returns the files."""
+    from PIL import Image
+
+    out.mkdir(parents=True, exist_ok=True)
+    policy, _ = load_run(config, run, update)
+    policy.seed = seed
+    files = []
+    for p, prompt in enumerate(prompts):
+        for n in range(num):
+            images = policy.sample([prompt], [SampleKey(_OWN_PROMPTS, p, n)]).images
+            assert images is not None
+            frames = images[0] if images.dim() == 5 else images[:1]
+            pixels = (frames.clamp(0, 1) * 255).round().to(torch.uint8).movedim(1, -1).numpy()
+            pictures = [Image.fromarray(frame) for frame in pixels]
+            file = out / f"{p:03d}-{n:03d}.{'png' if len(pictures) == 1 else 'gif'}"
+            if len(pictures) == 1:
+                pictures[0].save(file)
+            else:
+                pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=125)
+            files.append(file)
+    return files

@@ -1,0 +1,146 @@
+"""From settings to a pipeline with trainable parameters: the real `from_pretrained` path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import LeanError, problem
+from .policy import DENOISERS
+
+
+def embedded_folder() -> Path:
+    """The folder of the pipeline that is shipped inside the package."""
+    return Path(str(resources.files("leangrpo"))) / "embedded" / "pipeline"
+
+
+def load_pipeline(
+    source: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    variant: str | None = None,
+) -> Any:
+    """A diffusers pipeline from `embedded`, a folder or a hub id, in `dtype` on `device`.
+
+    The VAE stays float32: a picture decoded in 16 bits differs visibly from the model's own, and
+    a reward would learn to like that. Raises LeanError with the loader's own reason.
+    """
+    from diffusers import DiffusionPipeline
+    from diffusers.utils import logging
+    from transformers.utils import logging as transformers_logging
+
+    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    folder = str(embedded_folder()) if source == "embedded" else source
+    vae_dtype = torch.promote_types(dtype, torch.float32)
+    try:
+        index = DiffusionPipeline.load_config(folder, revision=revision)
+        # a component the index leaves empty (SD3 without T5) has to be passed as None
+        empty = {name: None for name, value in index.items() if value == [None, None]}
+        pipe = DiffusionPipeline.from_pretrained(
+            folder,
+            **empty,
+            dtype={"default": dtype, "vae": vae_dtype},
+            revision=revision,
+            variant=variant,
+        )
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise problem(
+            "model.pipeline",
+            source,
+            f"diffusers cannot load it ({type(error).__name__}: {reason})",
+            "Give `embedded`, a folder in diffusers format, or a hub id you have access to.",
+        ) from error
+    if getattr(pipe, "scheduler", None) is None:
+        raise problem(
+            "model.pipeline", source, "this pipeline has no scheduler", "Add one to its folder."
+        )
+    return pipe.to(device)
+
+
+def make_trainable(
+    pipe: Any,
+    train: str = "full",
+    *,
+    rank: int = 32,
+    alpha: float = 64,
+    targets: Sequence[str] | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    activation_checkpointing: bool = False,
+) -> None:
+    """Choose what is trained: every denoiser parameter ("full") or a fresh LoRA ("lora").
+
+    LoRA weights are float32 at least, also on a 16-bit model: updates of 1e-5 would vanish in
+    them otherwise. `targets` are suffixes of module names; None takes the linear layers inside
+    the model's attention modules. The initial LoRA is drawn from `seed`.
+    """
+    denoisers = {n: m for n in DENOISERS if isinstance(m := getattr(pipe, n, None), nn.Module)}
+    for name, component in pipe.components.items():
+        if isinstance(component, nn.Module):
+            component.requires_grad_(train == "full" and name in denoisers)
+    for module in denoisers.values():
+        if train == "lora":
+            _add_lora(module, rank, alpha, targets, dropout, seed)
+        if activation_checkpointing:
+            if not hasattr(module, "enable_gradient_checkpointing"):
+                raise problem(
+                    "model.activation_checkpointing",
+                    True,
+                    f"{type(module).__name__} does not support it",
+                    "Set it to false.",
+                )
+            checkpointed: Any = module
+            checkpointed.enable_gradient_checkpointing()
+
+
+def attention_targets(module: nn.Module) -> list[str]:
+    """Name suffixes of the linear layers inside a model's attention modules, as LoRA targets."""
+    found = set()
+    for name, part in module.named_modules():
+        if "Attention" not in type(part).__name__ or not name:
+            continue
+        own = name.rsplit(".", 1)[-1]
+        for inner, layer in part.named_modules():
+            if isinstance(layer, nn.Linear):
+                found.add(f"{own}.{inner}")
+    return sorted(found)
+
+
+def _add_lora(
+    module: nn.Module,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str] | None,
+    dropout: float,
+    seed: int,
+) -> None:
+    from peft import LoraConfig
+
+    names = list(targets) if targets else attention_targets(module)
+    if not names:
+        raise LeanError(
+            f"{type(module).__name__} has no attention module with linear layers to put a LoRA on. "
+            "Name the layers in `model.lora.targets`."
+        )
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            module.add_adapter(config)  # type: ignore[operator]
+        except ValueError as error:
+            raise problem(
+                "model.lora.targets", names, str(error), "Name suffixes of linear layers."
+            ) from error
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name and parameter.dtype.itemsize < 4:
+            parameter.data = parameter.data.float()

@@ -1,0 +1,354 @@
+"""Native, retain and reweight: when a gradient is formed, and nothing else.
+
+All three see the same events (a selected transition; the advantages of finished trajectories) and
+leave the same gradient in the parameters' `.grad`,
+
+    G = - 1/(N S) sum_i A_i sum_t w_t grad log p_t(i)  (+ beta/(N S) sum_i sum_t grad KL_t(i)),
+
+with N trajectories and S selected steps in the update (paper eq. 5). They know no policy, no
+reward and no rank, so that anybody's loop can use them:
+
+    schedule = Retain(model)                      # or Reweight(model), Native(model, replay=...)
+    schedule.begin(num_samples=N, num_steps=S)
+    ...  schedule.transition(Transition(keys, step, log_prob))      # as each step is sampled
+    schedule.advantages({key: A, ...})            # when the rewards of the group are known
+    schedule.finish()                             # gradients are in .grad
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .advantages import clipped_surrogate, surrogate_coefficient
+from .capture import Capture
+from .data import Transition
+from .errors import LeanError
+from .guard import Guard
+from .ledger import Gradient, Ledger
+from .stopwatch import Stopwatch
+
+Target = Guard | nn.Module | Iterable[nn.Module] | Any
+"""What a schedule trains: a policy, a module or several, or a guard over them."""
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What an update did. `loss` is the value of the clipped surrogate (plus KL); on-policy that
+    is minus the mean advantage, so only its gradient says something."""
+
+    loss: float = 0.0
+    kl: float | None = None
+    num_backwards: int = 0
+    num_replays: int = 0
+    num_skipped: int = 0
+    ratio_error: float = 0.0
+    ledger_bytes: int = 0
+
+
+class Schedule(Protocol):
+    """The one contract: a loop that speaks it runs under every schedule.
+
+    `needs_graph` says whether selected steps must be sampled with gradients; a `capture` is to be
+    on while a batch of several samples is sampled. `begin` opens an
+    update over `num_samples` trajectories of `num_steps` selected steps each; `transition` takes
+    a selected step as it was sampled; `advantages` takes the advantages of finished trajectories,
+    each once; `finish` closes the update with the gradient in `.grad`.
+    """
+
+    name: str
+    needs_graph: bool
+
+    @property
+    def capture(self) -> Capture | None: ...
+
+    def begin(self, num_samples: int, num_steps: int) -> None: ...
+
+    def transition(self, transition: Transition) -> None: ...
+
+    def advantages(self, advantages: Mapping[Hashable, float]) -> None: ...
+
+    def finish(self) -> Statistics: ...
+
+
+class _Common:
+    """Bookkeeping the three share: normaliser, advantages seen so far, statistics."""
+
+    name: str
+    needs_graph: bool
+    capture: Capture | None = None
+
+    def __init__(self, target: Target, *, kl: float = 0.0, watch: Stopwatch | None = None) -> None:
+        self.guard = Guard.of(target)
+        self.kl_coefficient = kl
+        self.watch = watch or Stopwatch()
+        self._open = False
+
+    def begin(self, num_samples: int, num_steps: int) -> None:
+        """Open an update; see `Schedule`. Raises LeanError for counts below 1."""
+        if num_samples < 1 or num_steps < 1:
+            raise LeanError(
+                f"An update of {num_samples} trajectories with {num_steps} selected steps has no "
+                "gradient: both must be at least 1."
+            )
+        self.guard.mark(self.name, needs_graph=self.needs_graph)
+        self._scale = 1.0 / (num_samples * num_steps)
+        self._kl_sum = 0.0
+        self._known: dict[Hashable, float] = {}
+        self.statistics = Statistics()
+        self._open = True
+
+    def _require_open(self, event: str) -> None:
+        if not self._open:
+            raise LeanError(f"schedule {self.name!r}: begin() comes before {event}().")
+
+    def _learn(self, advantages: Mapping[Hashable, float]) -> None:
+        self._require_open("advantages")
+        for key, advantage in advantages.items():
+            if key in self._known:
+                raise LeanError(f"schedule {self.name!r}: {key} got its advantage twice.")
+            if not abs(advantage) < float("inf"):
+                raise LeanError(f"schedule {self.name!r}: the advantage of {key} is {advantage}.")
+            self._known[key] = float(advantage)
+
+    def _advantages_of(self, t: Transition, dtype: torch.dtype | None = None) -> Tensor:
+        known = [self._known[key] for key in t.keys]
+        return torch.tensor(known, dtype=dtype or t.log_prob.dtype, device=t.log_prob.device)
+
+    def _close(self) -> Statistics:
+        self._open = False
+        if self.kl_coefficient:
+            self.statistics.kl = self._kl_sum * self._scale
+            self.statistics.loss += self.kl_coefficient * self.statistics.kl
+        return self.statistics
+
+    def _kl_seed(self, t: Transition) -> Tensor | None:
+        """d loss / d KL of each sample `(B,)`: beta/(N S), whatever the advantage."""
+        if not self.kl_coefficient:
+            return None
+        if t.kl is None:
+            raise LeanError(
+                f"schedule {self.name!r} has a KL coefficient of {self.kl_coefficient}, but step "
+                f"{t.step} came without a KL: attach it (Policy.with_kl) or set kl to 0."
+            )
+        self._kl_sum += float(t.kl.detach().sum())
+        return torch.full_like(t.kl, self.kl_coefficient * self._scale)
+
+    def _backward(self, t: Transition, seed: Tensor) -> None:
+        """One backward of a step: `seed` `(B,)` for its log-probabilities, the KL beside it."""
+        kl_seed = self._kl_seed(t)
+        with self.watch.stage("backward"):
+            if kl_seed is None or t.kl is None:
+                torch.autograd.backward([t.log_prob], [seed])
+            else:
+                torch.autograd.backward([t.log_prob, t.kl], [seed, kl_seed])
+        self.statistics.num_backwards += 1
+
+
+class _Deferred(_Common):
+    """A schedule that waits with backward until the advantages are known."""
+
+    def begin(self, num_samples: int, num_steps: int) -> None:
+        super().begin(num_samples, num_steps)
+        self._pending: list[Transition] = []
+
+    def advantages(self, advantages: Mapping[Hashable, float]) -> None:
+        """Differentiate, in the order of sampling, every step whose samples are all known."""
+        self._learn(advantages)
+        ready = [t for t in self._pending if all(key in self._known for key in t.keys)]
+        self._pending = [t for t in self._pending if not all(k in self._known for k in t.keys)]
+        if ready and self.needs_graph:
+            self.guard.check(self.name)
+        ready.reverse()
+        while ready:  # popping lets a graph go as soon as it has been used
+            t = ready.pop()
+            if not any(self._known[key] for key in t.keys) and not self.kl_coefficient:
+                self.statistics.num_skipped += 1  # zero advantages: no gradient, so no backward
+                continue
+            self._differentiate(t)
+
+    def finish(self) -> Statistics:
+        """Close the update. Raises LeanError when trajectories still wait for their advantage."""
+        self._require_open("finish")
+        if self._pending:
+            raise LeanError(
+                f"schedule {self.name!r}: {len(self._pending)} sampled steps never got an "
+                "advantage. Call advantages() for every trajectory before finish()."
+            )
+        return self._close()
+
+    def _differentiate(self, t: Transition) -> None:
+        raise NotImplementedError
+
+
+class Native(_Deferred):
+    """What every other trainer does: sample without gradients, run the model again to train.
+
+    `replay` evaluates a transition again with gradients under the current weights. This is the
+    reference the other schedules are compared with, and the only one that allows the weights to
+    have moved since the rollout: the ratio rho = exp(log p - log p_old) is then not 1, and is
+    clipped to 1 +- `clip_range` (paper eq. 2).
+    """
+
+    name = "native"
+    needs_graph = False
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        replay: Callable[[Transition], Transition],
+        clip_range: float = 1e-4,
+        kl: float = 0.0,
+        watch: Stopwatch | None = None,
+    ) -> None:
+        super().__init__(target, kl=kl, watch=watch)
+        self.replay = replay
+        self.clip_range = clip_range
+
+    def transition(self, transition: Transition) -> None:
+        """Remember a step sampled without gradients; its graph, if it has one, is dropped."""
+        self._require_open("transition")
+        transition.log_prob = transition.log_prob.detach()
+        self._pending.append(transition)
+
+    def _differentiate(self, t: Transition) -> None:
+        with self.watch.stage("recompute"):
+            new = self.replay(t)
+        self.statistics.num_replays += 1
+        advantage, scale = self._advantages_of(t), t.weight * self._scale
+        log_prob = new.log_prob.detach()
+        ratio_error = (log_prob - t.log_prob).expm1().abs().max()
+        self.statistics.ratio_error = max(self.statistics.ratio_error, float(ratio_error))
+        for value in clipped_surrogate(
+            log_prob.double(),
+            t.log_prob.double(),
+            self._advantages_of(t, torch.float64),
+            self.clip_range,
+        ).tolist():
+            self.statistics.loss += value * scale
+        seed = surrogate_coefficient(log_prob, t.log_prob, advantage, self.clip_range)
+        self._backward(new, seed * scale)
+
+
+class Retain(_Deferred):
+    """Keep the rollout's graphs until the advantage is known (paper eq. 6).
+
+    Bitwise the native gradient on deterministic kernels: the same graphs, differentiated in the
+    same order with the same seeds. Memory grows with the selected steps and the group.
+    """
+
+    name = "retain"
+    needs_graph = True
+
+    def transition(self, transition: Transition) -> None:
+        """Keep a step with its graph. Raises StaleGraphError when the graph cannot be used."""
+        self._require_open("transition")
+        self.guard.accept(transition, self.name)
+        self._pending.append(transition)
+
+    def _differentiate(self, t: Transition) -> None:
+        advantage, scale = self._advantages_of(t), t.weight * self._scale
+        for key in t.keys:
+            self.statistics.loss += -self._known[key] * scale
+        self._backward(t, -advantage * scale)
+
+
+class Reweight(_Common):
+    """Backpropagate at once with advantage one; multiply the gradient by A when it is known
+    (paper eq. 7, algorithm 1).
+
+    Graphs are freed step by step; what waits is one gradient per trajectory. Equal to native in
+    exact arithmetic, not bitwise: the scaling comes after the backward, not before. A batch of
+    several samples has one backward but as many advantages: sampled inside `capture`, its layers
+    keep their gradients in factors until the advantages are known.
+    """
+
+    name = "reweight"
+    needs_graph = True
+    capture: Capture
+
+    def begin(self, num_samples: int, num_steps: int) -> None:
+        """Open an update; gradients already in `.grad` are kept and added to."""
+        super().begin(num_samples, num_steps)
+        self._ledger = Ledger(self.guard.parameters)
+        self._ledger.add(self._ledger.take())
+        self._steps: dict[Hashable, list[float]] = {}
+        self.capture = Capture(self.guard.parameters)
+
+    def transition(self, transition: Transition) -> None:
+        """Backward of one step, onto its trajectories' provisional gradients."""
+        self._require_open("transition")
+        t = transition
+        self.guard.accept(t, self.name)
+        for key in t.keys:
+            if key in self._known:
+                raise LeanError(f"schedule 'reweight': {key} was sampled on after its advantage.")
+            self._steps.setdefault(key, []).append(t.weight)
+        kl_seed = self._kl_seed(t)
+        with self.watch.stage("backward"):
+            if len(t.keys) == 1:
+                self._one(t, kl_seed)
+            else:
+                self._batch(t, kl_seed)
+        self.statistics.num_backwards += 1
+
+    def _one(self, t: Transition, kl_seed: Tensor | None) -> None:
+        """A single sample: its gradient is what autograd accumulates in `.grad`."""
+        ledger, (key,) = self._ledger, t.keys
+        empty: Gradient = [None] * len(ledger.parameters)
+        ledger.put(ledger.waiting.pop(key, empty))
+        seed = torch.full_like(t.log_prob, t.weight)
+        torch.autograd.backward([t.log_prob], [seed], retain_graph=kl_seed is not None)
+        ledger.hold(key, ledger.take())
+        if kl_seed is not None and t.kl is not None:  # not scaled by A: goes to the sum
+            torch.autograd.backward([t.kl], [kl_seed])
+            ledger.add(ledger.take())
+
+    def _batch(self, t: Transition, kl_seed: Tensor | None) -> None:
+        """Several samples: their gradients are what `capture` took from the layers."""
+        seed = torch.full_like(t.log_prob, t.weight)
+        torch.autograd.backward([t.log_prob], [seed], retain_graph=kl_seed is not None)
+        factors = self.capture.take()
+        if not factors:
+            raise LeanError(
+                f"schedule 'reweight' got {len(t.keys)} samples in one transition that were not "
+                "sampled inside its `capture`: it needs a gradient per sample. Sample one at a "
+                "time, use `with schedule.capture(rows):` around the network, or schedule 'retain'."
+            )
+        self._ledger.hold_batch(t.keys, factors)
+        if kl_seed is not None and t.kl is not None:
+            torch.autograd.backward([t.kl], [kl_seed])
+            ones = torch.ones(len(t.keys), dtype=torch.float64)
+            self._ledger.add_factors(self.capture.take(), ones)
+
+    def advantages(self, advantages: Mapping[Hashable, float]) -> None:
+        """Correct and add up the gradients of finished trajectories."""
+        self._learn(advantages)
+        self.guard.check(self.name)
+        with self.watch.stage("backward"):
+            for key, advantage in advantages.items():
+                if key not in self._steps:
+                    raise LeanError(f"schedule 'reweight': {key} has an advantage but no steps.")
+                if key in self._ledger.waiting:
+                    self._ledger.fold(key, -advantage * self._scale)
+                for weight in self._steps[key]:
+                    self.statistics.loss += -advantage * (weight * self._scale)
+            self._ledger.fold_batches(self._known, -self._scale)
+
+    def finish(self) -> Statistics:
+        """Write the sum into `.grad`. Raises LeanError when a trajectory got no advantage."""
+        self._require_open("finish")
+        if waiting := len(self._steps.keys() - self._known.keys()):
+            raise LeanError(
+                f"schedule 'reweight': {waiting} trajectories never got an "
+                "advantage. Call advantages() for every trajectory before finish()."
+            )
+        self.statistics.ledger_bytes = self._ledger.peak_bytes
+        self._ledger.write()
+        return self._close()

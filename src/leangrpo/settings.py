@@ -1,0 +1,332 @@
+"""The settings tree: what a run can be told, each with its meaning, unit and default's source.
+
+Loading, overriding and checking are in `config.py`. "FlowGRPO" below is yifan123/flow_grpo
+(`config/base.py` and `config/grpo.py`), "paper" is arXiv 2609.03528.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _not_bool(value: object) -> object:
+    """YAML's yes/no/on/off are booleans, and pydantic would read them as 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_not_bool)]
+Float = Annotated[float, BeforeValidator(_not_bool)]
+Momentum = Annotated[Float, Field(ge=0, lt=1)]
+
+
+def _sigmas(value: object) -> object:
+    """One sentence for a union, where pydantic has one complaint for each of its branches."""
+    is_list = isinstance(value, list | tuple) and all(
+        isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= 1 for v in value
+    )
+    if value not in ("pipeline", "linear") and not is_list:
+        raise ValueError("must be `pipeline`, `linear`, or a list of numbers in (0, 1]")
+    return value
+
+
+def _device(value: object) -> object:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+        raise ValueError("must be auto, cpu, cuda or cuda:N")
+    return value
+
+
+class Settings(BaseModel):
+    """A branch of the tree: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Lora(Settings):
+    """Low-rank adapters; used when `model.train` is lora."""
+
+    rank: Int = Field(32, ge=1, description="rank of the adapters (FlowGRPO, SD3: 32)")
+    alpha: Float = Field(64.0, gt=0, description="scale is alpha / rank (FlowGRPO, SD3: 64)")
+    targets: tuple[str, ...] | None = Field(
+        None, description="suffixes of the layers adapted; null = the attention projections found"
+    )
+    dropout: Float = Field(
+        0.0, ge=0, lt=1, description="dropout of the adapters; above 0 only with native"
+    )
+
+
+class Model(Settings):
+    """The policy and which of its weights are trained."""
+
+    pipeline: str = Field(
+        "embedded",
+        min_length=1,
+        description="`embedded`, a folder in diffusers format, or a hub id",
+    )
+    revision: str | None = Field(None, description="revision of a hub id; null = its main one")
+    variant: str | None = Field(None, description="variant of the weight files, such as fp16")
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = Field(
+        "float32", description="of the denoisers and text encoders; latents are always float32"
+    )
+    train: Literal["full", "lora"] = Field(
+        "full", description="train every weight of the denoiser, or adapters on its layers"
+    )
+    lora: Lora = Field(Lora(), description="the adapters")
+    activation_checkpointing: bool = Field(
+        False, description="recompute activations inside a backward: less memory, more time"
+    )
+
+
+class Prompts(Settings):
+    """Where prompts come from."""
+
+    train: str = Field(
+        "embedded", min_length=1, description="`embedded` or a text file, one prompt a line"
+    )
+    heldout: str | None = Field(
+        None, min_length=1, description="the same, for evaluation; null = no evaluation"
+    )
+
+
+class Sampling(Settings):
+    """What the pipeline is called with."""
+
+    steps: Int = Field(10, ge=1, description="sampling steps T (FlowGRPO, SD3: 10)")
+    guidance: Float = Field(1.0, ge=0, description="the pipeline's guidance_scale; 1 = none")
+    height: Int | None = Field(None, ge=1, description="pixels; null = the pipeline's default")
+    width: Int | None = Field(None, ge=1, description="pixels; null = the pipeline's default")
+    num_frames: Int | None = Field(None, ge=1, description="frames of a video; null = default")
+    negative_prompt: str | None = Field(None, description="for guidance; null = the default")
+    sigmas: Annotated[
+        Literal["pipeline", "linear"] | tuple[Float, ...], BeforeValidator(_sigmas)
+    ] = Field(
+        "pipeline",
+        description="noise levels: the pipeline's own, linspace(1, 1/T, T) before the shift, "
+        "or a list of T falling numbers in (0, 1]",
+    )
+    call: dict[str, Any] = Field({}, description="further keyword arguments of the pipeline's call")
+
+
+class Kernel(Settings):
+    """How one step draws the next latent."""
+
+    name: Literal["flow_sde", "flow_sde_wan", "dance_sde", "flow_cps", "ddim"] = Field(
+        "flow_sde", description="the Gaussian transition; see the kernels' page for formulas"
+    )
+    noise_level: Float | None = Field(
+        0.7,
+        description="noise_level of flow_sde and flow_cps, eta of dance_sde and ddim; null for "
+        "flow_sde_wan (FlowGRPO: 0.7)",
+    )
+    reduce: Literal["mean", "sum"] = Field(
+        "mean", description="log-probability over a latent's elements (all public code: mean)"
+    )
+
+
+class Selection(Settings):
+    """Which sampling steps are trained."""
+
+    rule: Literal["fraction", "random", "window", "list"] = Field(
+        "random", description="the first ones, drawn per update, a contiguous window, or a list"
+    )
+    fraction: Float = Field(
+        0.5, gt=0, le=1, description="rules fraction and random: share of the candidate steps"
+    )
+    size: Int | None = Field(None, ge=1, description="rule window: number of steps in it")
+    range: tuple[Int, Int] | None = Field(
+        None, description="rule window: [lo, hi) it lies in; null = all candidates"
+    )
+    steps: tuple[Int, ...] | None = Field(None, description="rule list: indices, 0 = first step")
+    last: bool = Field(False, description="whether the last step is a candidate (FlowGRPO: no)")
+    outside: Literal["stochastic", "deterministic"] = Field(
+        "stochastic", description="what the other steps do (FlowGRPO-Fast: deterministic)"
+    )
+
+
+class Rollout(Settings):
+    """How much is sampled for one update."""
+
+    prompts: Int = Field(8, ge=1, description="prompts (groups) per update")
+    generations: Int = Field(12, ge=1, description="generations per prompt (group size), 2 or more")
+    micro_batch: Int = Field(1, ge=1, description="generations in one forward")
+
+
+class Advantage(Settings):
+    """A = (r - mean) / (std + epsilon), clipped."""
+
+    std: Literal["prompt", "global", "none"] = Field(
+        "prompt", description="standard deviation over the group, the update, or none"
+    )
+    ddof: Literal[0, 1] = Field(0, description="0 = population (FlowGRPO), 1 = sample (DanceGRPO)")
+    epsilon: Float = Field(1e-4, ge=0, description="added to the deviation (FlowGRPO: 1e-4)")
+    clip: Float | None = Field(5.0, gt=0, description="bound of |A|; null = off (FlowGRPO: 5)")
+
+
+class Objective(Settings):
+    """The loss of a selected step."""
+
+    clip_range: Float = Field(
+        1e-4, gt=0, description="bound of |ratio - 1| (FlowGRPO: 1e-4, 1e-5 in -Fast)"
+    )
+    kl: Float = Field(0.0, ge=0, description="weight of the KL to the reference in the loss")
+    kl_in_reward: Float = Field(0.0, ge=0, description="weight of the KL subtracted from rewards")
+
+
+class Optimizer(Settings):
+    """AdamW and clipping."""
+
+    lr: Float = Field(5e-5, gt=0, description="learning rate")
+    betas: tuple[Momentum, Momentum] = Field((0.9, 0.999), description="AdamW (FlowGRPO: same)")
+    eps: Float = Field(1e-8, gt=0, description="AdamW (FlowGRPO: same)")
+    weight_decay: Float = Field(1e-4, ge=0, description="AdamW (FlowGRPO: 1e-4)")
+    max_grad_norm: Float = Field(1.0, gt=0, description="global norm bound (FlowGRPO: 1.0)")
+
+
+class Reward(Settings):
+    """One reward and its weight."""
+
+    name: str = Field(min_length=1, description="a reward's name, or your own as module:function")
+    weight: Float = Field(1.0, description="its weight in the sum that is trained on")
+
+
+class Evaluation(Settings):
+    """What is measured on the held-out prompts."""
+
+    every: Int = Field(10, ge=1, description="updates between evaluations")
+    prompts: Int | None = Field(None, ge=1, description="how many held-out prompts; null = all")
+    batch: Int = Field(32, ge=1, description="images in one forward")
+    rewards: tuple[Reward, ...] = Field((), description="measured besides the training rewards")
+    grid: Int = Field(16, ge=1, description="images in the sample grid")
+
+
+class Checkpoint(Settings):
+    """What is saved, and when."""
+
+    every: Int = Field(10, ge=1, description="updates between checkpoints")
+    keep: Int = Field(2, ge=1, description="how many of the newest are kept")
+
+
+class Run(Settings):
+    """Where and on what it runs; never changes a number."""
+
+    dir: str | None = Field(
+        None, min_length=1, description="the run's folder; null = runs/<recipe>-<date-time>"
+    )
+    threads: Int | None = Field(None, ge=1, description="CPU threads of torch; null = its default")
+    device: Annotated[str, BeforeValidator(_device)] = Field(
+        "auto", description="auto, cpu, cuda or cuda:N"
+    )
+
+
+class Config(Settings):
+    """All settings of a run."""
+
+    recipe: str = Field("embedded", min_length=1, description="names the run and its folder")
+    description: str = Field("", description="one line on what the run is")
+    seed: Int = Field(0, ge=0, lt=2**63, description="of all noise and every draw")
+    updates: Int = Field(40, ge=1, description="optimizer steps")
+    schedule: Literal["native", "retain", "reweight"] = Field(
+        "reweight", description="when the gradient is formed (paper, eqs. 5 to 7)"
+    )
+    model: Model = Field(Model(), description="the policy")
+    prompts: Prompts = Field(Prompts(), description="where prompts come from")
+    sampling: Sampling = Field(Sampling(), description="what the pipeline is called with")
+    kernel: Kernel = Field(Kernel(), description="how a step draws the next latent")
+    selection: Selection = Field(Selection(), description="which steps are trained")
+    rollout: Rollout = Field(Rollout(), description="how much is sampled")
+    advantage: Advantage = Field(Advantage(), description="from rewards to advantages")
+    objective: Objective = Field(Objective(), description="the loss")
+    optimizer: Optimizer = Field(Optimizer(), description="AdamW")
+    rewards: tuple[Reward, ...] = Field(
+        (Reward(name="ocr_log_prob"),), min_length=1, description="what is trained on, summed"
+    )
+    on_bad_reward: Literal["stop", "exclude"] = Field(
+        "stop", description="what a NaN or infinite score does: stop, or leave the image out"
+    )
+    evaluation: Evaluation = Field(Evaluation(), description="what is measured")
+    checkpoint: Checkpoint = Field(Checkpoint(), description="what is saved")
+    run: Run = Field(Run(), description="where it runs")
+
+
+class Row(NamedTuple):
+    """One setting, for the help and the docs."""
+
+    name: str
+    type: str
+    default: str
+    description: str
+
+
+def describe_settings() -> list[Row]:
+    """Every setting as a row, in the tree's order; a list's entries stand under `.N`."""
+    return list(_rows(Config, ""))
+
+
+def _rows(model: type[BaseModel], prefix: str) -> Iterator[Row]:
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = field.annotation
+        if branch(inner):
+            yield from _rows(inner, f"{path}.")  # type: ignore[arg-type]
+            continue
+        default = "(required)" if field.is_required() else yaml_text(field.default)
+        yield Row(path, _type_text(inner), default, field.description or "")
+        entry = entry_type(inner)
+        if branch(entry):
+            yield from _rows(entry, f"{path}.N.")  # type: ignore[arg-type]
+
+
+def branch(annotation: object) -> bool:
+    """Whether an annotation is a branch of the tree rather than a value."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def entry_type(annotation: object) -> object:
+    """What `tuple[X, ...]` holds, else None."""
+    args = get_args(annotation)
+    return args[0] if get_origin(annotation) is tuple and args[-1] is Ellipsis else None
+
+
+def yaml_text(value: object) -> str:
+    """A default the way it is written in YAML's flow style."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(yaml_text, value))}]"
+    if isinstance(value, BaseModel):
+        inside = ", ".join(f"{k}: {yaml_text(v)}" for k, v in value)
+        return f"{{{inside}}}"
+    return '""' if value == "" else str(value)
+
+
+def _type_text(annotation: object) -> str:
+    """An annotation in a user's words."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_text(args[0])
+    if origin is Literal:
+        return ", ".join(map(str, args))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_text(a) for a in args)
+    if origin is tuple:
+        if args[-1] is Ellipsis:
+            return f"list of {_type_text(args[0])}"
+        return f"{len(args)} x {_type_text(args[0])}"
+    if branch(annotation):
+        return "mappings"
+    words: dict[object, str] = {
+        int: "integer",
+        float: "number",
+        str: "text",
+        bool: "true, false",
+        dict: "mapping",
+    }
+    return words.get(origin or annotation, "null")
