@@ -72,7 +72,8 @@ class Stochastic:
         original = super().set_timesteps  # type: ignore[misc]
         if self.sigma_rule != "pipeline":
             given = inspect.signature(original).bind(*args, **kwargs).arguments
-            wanted = given.get("num_inference_steps") or len(given.get("sigmas") or ())
+            sigmas_given = given.get("sigmas")  # a pipeline's own table, or only its length
+            wanted = given["num_inference_steps"] if sigmas_given is None else len(sigmas_given)
             rule = self.sigma_rule
             sigmas = np.linspace(1.0, 1.0 / wanted, wanted).tolist() if rule == "linear" else rule
             keep = {k: v for k, v in given.items() if k in ("device", "mu")}
@@ -223,5 +224,5 @@ def _class(base: Any) -> Any:
     set_timesteps = functools.wraps(base.set_timesteps)(
         lambda self, *args, **kwargs: Stochastic.set_timesteps(self, *args, **kwargs)
     )
-    made.set_timesteps = set_timesteps
+    made.set_timesteps = set_timesteps  # type: ignore[attr-defined]
     return made

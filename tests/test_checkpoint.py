@@ -1,0 +1,164 @@
+"""Checkpoints: bitwise, atomic, verified, and readable by plain diffusers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny
+from leangrpo import checkpoint
+from leangrpo.data import SampleKey
+from leangrpo.errors import LeanError
+from leangrpo.loading import make_trainable
+from leangrpo.policy import Policy, Sampling
+
+BUILD = {"sd3": tiny.tiny_sd3, "flux": tiny.tiny_flux, "wan": tiny.tiny_wan, "sd": tiny.tiny_sd}
+
+
+def make(name: str, train: str, seed: int = 0) -> tuple[Policy, torch.optim.Optimizer]:
+    pipe = BUILD[name]()
+    make_trainable(pipe, train, rank=4, alpha=8, seed=seed)
+    kernel = "ddim" if name == "sd" else "flow_sde"
+    policy = Policy(pipe, Sampling(2, guidance=1.0, call=dict(tiny.CALL[name])), kernel=kernel)
+    optimizer = torch.optim.AdamW(policy.parameters, lr=1e-2)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in policy.parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+    return policy, optimizer
+
+
+def image(policy: Policy) -> torch.Tensor:
+    images = policy.sample(["a red cube"], [SampleKey(0, 0, 0)]).images
+    assert images is not None
+    return images
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+@pytest.mark.parametrize("name", BUILD)
+def test_round_trip_is_bitwise(name, train, tmp_path) -> None:
+    policy, optimizer = make(name, train)
+    checkpoint.save(tmp_path, policy, optimizer, {"update": 3}, keep=2)
+    found, complaints = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert (found.update, complaints) == (3, [])
+    other, fresh = make(name, train, seed=1)
+    assert checkpoint.weights_sha256(other) != checkpoint.weights_sha256(policy)
+    version = other.version
+    checkpoint.restore(found, other, fresh)
+    assert other.version > version, "a kept graph must notice"
+    assert checkpoint.weights_sha256(other) == checkpoint.weights_sha256(policy)
+    for mine, theirs in zip(policy.parameters, other.parameters, strict=True):
+        for key, value in optimizer.state[mine].items():
+            assert torch.equal(value, fresh.state[theirs][key])
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_plain_diffusers_loads_the_lora(name, tmp_path) -> None:
+    """Rank and alpha travel in the file: without them the picture would be another (4e-3)."""
+    policy, _ = make(name, "lora")
+    checkpoint.save_weights(policy, tmp_path)
+    expected = image(policy)
+    file = tmp_path / checkpoint.LORA_FILE
+    adapter = sum(p.numel() * p.element_size() for p in policy.parameters)
+    assert file.stat().st_size < 2 * adapter + 60_000  # names and metadata
+    plain = BUILD[name]()
+    base = image(Policy(plain, policy.sampling, kernel=policy.kernel.name))
+    plain._leangrpo.detach()
+    plain.load_lora_weights(tmp_path)
+    loaded = image(Policy(plain, policy.sampling, kernel=policy.kernel.name))
+    assert not torch.equal(base, expected)
+    assert torch.equal(loaded, expected)
+
+
+def test_plain_diffusers_loads_the_full_weights(tmp_path) -> None:
+    policy, _ = make("sd3", "full")
+    checkpoint.save_weights(policy, tmp_path)
+    kind = type(policy.denoisers[0])
+    loaded = kind.from_pretrained(tmp_path / "transformer")
+    for key, value in policy.denoisers[0].state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[key])
+
+
+def test_a_wrong_prefix_is_an_error(tmp_path) -> None:
+    """diffusers only logs it, and trains or samples on without the adapter."""
+    policy, _ = make("sd3", "lora")
+    checkpoint.save_weights(policy, tmp_path)
+    file = tmp_path / checkpoint.LORA_FILE
+    save_file({f"unet.{k}": v for k, v in load_file(file).items()}, file)
+    with pytest.raises(LeanError, match="does not fit this model: it lacks"):
+        checkpoint.load_weights(policy, tmp_path)
+
+
+def damage_bytes(folder: Path) -> None:
+    file = folder / "optimizer.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+def damage_length(folder: Path) -> None:
+    file = next(folder.rglob("diffusion_pytorch_model.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def damage_state(folder: Path) -> None:
+    (folder / "state.json").write_text('{"update": ')
+
+
+def damage_missing(folder: Path) -> None:
+    (folder / "optimizer.safetensors").unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_bytes, damage_length, damage_state, damage_missing])
+def test_a_damaged_checkpoint_is_passed_over(damage, tmp_path) -> None:
+    policy, optimizer = make("sd3", "full")
+    for update in (1, 2):
+        checkpoint.save(tmp_path, policy, optimizer, {"update": update}, keep=2)
+    damage(tmp_path / "000002")
+    found, complaints = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found.update == 1
+    assert len(complaints) == 1
+    assert "000002" in complaints[0]
+
+
+def test_the_newest_are_kept_and_a_half_written_one_is_no_checkpoint(tmp_path) -> None:
+    policy, optimizer = make("sd3", "lora")
+    (tmp_path / ".000009.partial").mkdir(parents=True)
+    for update in (1, 2, 3):
+        checkpoint.save(tmp_path, policy, optimizer, {"update": update}, keep=2)
+    assert sorted(p.name for p in tmp_path.glob("[0-9]*")) == ["000002", "000003"]
+    found, _ = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found.update == 3
+
+
+def test_a_format_of_the_future_is_named(tmp_path) -> None:
+    policy, optimizer = make("sd3", "lora")
+    folder = checkpoint.save(tmp_path, policy, optimizer, {"update": 1}, keep=1)
+    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "format": 99}))
+    with pytest.raises(LeanError, match="has format 99; this version reads up to 1"):
+        checkpoint.open_checkpoint(folder)
+
+
+def test_a_full_disk_leaves_the_older_ones(tmp_path, monkeypatch) -> None:
+    policy, optimizer = make("sd3", "lora")
+    checkpoint.save(tmp_path, policy, optimizer, {"update": 1}, keep=2)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_flush", full)
+    with pytest.raises(LeanError, match=r"No space left.*--resume"):
+        checkpoint.save(tmp_path, policy, optimizer, {"update": 2}, keep=2)
+    found, _ = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found.update == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["000001"]
