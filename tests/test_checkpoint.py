@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-import tiny
 from leangrpo import checkpoint
 from leangrpo.data import SampleKey
 from leangrpo.errors import LeanError

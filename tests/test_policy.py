@@ -7,9 +7,9 @@ import itertools
 from typing import Any
 
 import pytest
+import tiny
 import torch
 
-import tiny
 from leangrpo.data import SampleKey
 from leangrpo.errors import LeanError
 from leangrpo.loading import attention_targets, make_trainable
@@ -234,7 +234,9 @@ def test_the_trainable_set_survives_the_reference() -> None:
             torch.nn.init.normal_(p, std=0.05)
     policy = make("sd3", pipe=pipe)
     frozen = next(n for n, _ in policy.named_parameters())
-    dict(pipe.transformer.named_parameters())[frozen.removeprefix("transformer.")].requires_grad_(False)
+    dict(pipe.transformer.named_parameters())[frozen.removeprefix("transformer.")].requires_grad_(
+        False
+    )
     before = [n for n, _ in policy.named_parameters()]
     (t,) = sample(policy, selected=[1], grad=True, decode=False).transitions
     with policy.reference():

@@ -52,7 +52,7 @@ def bench(config: Config, schedules: Sequence[str], rounds: int) -> dict[str, An
             for g in range(0, size, batch):
                 some = keys[g : g + batch]
                 rollout = policy.sample(
-                    ["a benchmark"] * len(some),
+                    ["a test"] * len(some),
                     some,
                     selected=steps.selected,
                     noisy=steps.stochastic,

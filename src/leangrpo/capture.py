@@ -9,20 +9,20 @@ the same rules for layers: opacus/grad_sample/linear.py and conv.py.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import torch.nn.grad
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from .errors import LeanError
 
 
 class Factors(NamedTuple):
-    """The gradient of a layer in factors: weight `(out, ...)` number `weight` of the ledger gets
+    """The gradient of a layer in factors: weight number `weight` of the ledger, `(out, ...)`, gets
     sum_rows g^T x, bias number `bias` sum_rows g. `x` is `(n B, L, in)`, `g` `(n B, L, out)`;
     row k belongs to sample k mod B, as guidance stacks whole batches. -1 is "not trained"."""
 
@@ -32,25 +32,40 @@ class Factors(NamedTuple):
     g: Tensor
 
 
-class Capture(TorchFunctionMode):
+class Capture:
     """While it is on, linear and 2D convolution layers leave `Factors` instead of gradients.
 
     `rows` is the batch the network is called with (`with capture(rows): network(...)`; the policy
     sets it for every call). A layer that is called with another leading size mixes samples, which
-    is an error rather than a guess.
+    is an error rather than a guess. Only the layers' `forward` is exchanged, and given back.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__()
+    def __init__(self, modules: Iterable[nn.Module], parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.index = {id(p): i for i, p in enumerate(parameters)}
         self.rows = 0
         self.taken: list[Factors] = []
+        index = {id(p): i for i, p in enumerate(parameters)}
+        self._layers: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
+        for layer in (m for module in modules for m in module.modules()):
+            if isinstance(layer, nn.Linear | nn.Conv2d):
+                at = index.get(id(layer.weight), -1), index.get(id(layer.bias), -1)
+                if at != (-1, -1):
+                    rule: Any = _Linear if isinstance(layer, nn.Linear) else _Conv2d
+                    self._layers.append((layer, partial(self._forward, layer, rule, at)))
 
     def __call__(self, rows: int) -> Capture:
         """Set the batch the network is about to be called with."""
         self.rows = rows
         return self
+
+    def __enter__(self) -> Capture:
+        for layer, forward in self._layers:
+            layer.forward = forward
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for layer, _forward in self._layers:
+            del layer.forward
 
     def take(self) -> list[Factors]:
         """The factors since the last call.
@@ -67,78 +82,95 @@ class Capture(TorchFunctionMode):
         taken, self.taken = self.taken, []
         return taken
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in (F.linear, F.conv2d) and torch.is_grad_enabled():
-            names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-            given = dict(zip(names, args, strict=False)) | kwargs
-            weight, bias = given["weight"], given.get("bias")
-            at = self.index.get(id(weight), -1), self.index.get(id(bias), -1)
-            if at != (-1, -1):
-                if len(given["input"]) != self.rows:
-                    raise LeanError(
-                        f"A layer of shape {tuple(weight.shape)} is called with "
-                        f"{len(given['input'])} rows in a batch of {self.rows}: its "
-                        "gradient cannot be split by sample. Use rollout.micro_batch=1 or retain."
-                    )
-                keep: Callable[[Tensor, Tensor], None] = lambda x, g: self.taken.append(  # noqa: E731
-                    Factors(*at, x.detach(), g.detach())
-                )
-                rest = {k: v for k, v in given.items() if k not in names[:3]}
-                layer: Any = _Linear if func is F.linear else _Conv2d
-                return layer.apply(given["input"], weight, bias, keep, rest)
-        return func(*args, **kwargs)
+    def _forward(self, layer: Any, rule: Any, at: tuple[int, int], x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return type(layer).forward(layer, x)  # type: ignore[no-any-return]
+        if len(x) != self.rows:
+            raise LeanError(
+                f"A layer with a weight of shape {tuple(layer.weight.shape)} is called with "
+                f"{len(x)} rows in a batch of {self.rows}: its gradient cannot be split by sample. "
+                "Use rollout.micro_batch=1, or schedule 'retain' or 'native'."
+            )
+        return rule.apply(x, layer.weight, layer.bias, layer, self, at)  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep: Any, _: Any) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any, capture: Any, at: Any
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.keep = keep
+        ctx.capture, ctx.at = capture, at
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (g,) = gradients
         x, weight = ctx.saved_tensors
-        rows = len(x)
-        ctx.keep(x.reshape(rows, -1, x.shape[-1]), g.reshape(rows, -1, g.shape[-1]))
-        return g @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
+        n = len(x)
+        rows, of_rows = (
+            x.detach().reshape(n, -1, x.shape[-1]),
+            g.detach().reshape(n, -1, g.shape[-1]),
+        )
+        ctx.capture.taken.append(Factors(ctx.at[0], ctx.at[1], rows, of_rows))
+        return g @ weight if ctx.needs_input_grad[0] else None, *[None] * 5
 
 
 class _Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep: Any, rest: Any
-    ) -> Any:
-        if rest.get("groups", 1) != 1 or isinstance(rest.get("padding", 0), str):
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any, capture: Any, at: Any
+    ) -> Tensor:
+        if layer.groups != 1 or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
             raise LeanError(
-                "A grouped convolution's gradient cannot be split by sample here. "
+                f"The gradient of {layer} cannot be split by sample here. "
                 "Use rollout.micro_batch=1, or schedule 'retain' or 'native'."
             )
         ctx.save_for_backward(x, weight)
-        ctx.keep, ctx.rest = keep, rest
-        return F.conv2d(x, weight, bias, **rest)
+        ctx.capture, ctx.at = capture, at
+        ctx.shape = {k: getattr(layer, k) for k in ("stride", "padding", "dilation")}
+        return F.conv2d(x, weight, bias, **ctx.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (g,) = gradients
         x, weight = ctx.saved_tensors
-        rest = {k: v for k, v in ctx.rest.items() if k != "groups"}
-        patches = F.unfold(x, weight.shape[2:], **rest).transpose(1, 2)  # (n B, L, in k k)
-        ctx.keep(patches, g.flatten(2).transpose(1, 2))
+        patches = F.unfold(x.detach(), weight.shape[2:], **ctx.shape).transpose(1, 2)
+        of_rows = g.detach().flatten(2).transpose(1, 2)
+        ctx.capture.taken.append(Factors(ctx.at[0], ctx.at[1], patches, of_rows))
         back = None
         if ctx.needs_input_grad[0]:
             of_input: Any = torch.nn.grad.conv2d_input
-            back = of_input(x.shape, weight, g, **rest)
-        return back, None, None, None, None
+            back = of_input(x.shape, weight, g, **ctx.shape)
+        return back, *[None] * 5
 
 
-def fold(factors: Factors, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-    """sum_b c_b (g_b^T x_b) as `(out, in)` and sum_b c_b g_b as `(out,)`; c is `(B,)`."""
-    scale = coefficients.to(factors.g.dtype).repeat(len(factors.g) // len(coefficients))
-    g = factors.g * scale[:, None, None]
-    rows = g.flatten(0, 1)
-    return rows.T @ factors.x.flatten(0, 1), rows.sum(0)
+def fold(
+    some: Sequence[tuple[Factors, Tensor]], weight: Tensor | None, bias: Tensor | None
+) -> None:
+    """weight += sum c_b (g_b^T x_b), bias += sum c_b g_b, in place, over several steps of a layer.
+
+    `some` are the layer's factors and the coefficients `(B,)` of their samples; `weight` is seen
+    as `(out, in)`. One product over all rows, the smaller of its two sides scaled.
+    """
+    xs, gs, cs = [], [], []
+    for factors, coefficients in some:
+        n, length = factors.g.shape[:2]
+        c = coefficients.to(factors.g.device, factors.g.dtype).repeat(n // len(coefficients))
+        xs.append(factors.x.flatten(0, 1))
+        gs.append(factors.g.flatten(0, 1))
+        cs.append(c.repeat_interleave(length))
+    x, g, c = torch.cat(xs), torch.cat(gs), torch.cat(cs)
+    if bias is not None:
+        bias.add_(g.T @ c)
+    if weight is None:
+        return
+    if x.shape[1] < g.shape[1]:
+        x.mul_(c[:, None])
+    else:
+        g.mul_(c[:, None])
+    flat = weight.view(len(weight), -1)
+    if flat.dtype == g.dtype:
+        flat.addmm_(g.T, x)
+    else:
+        flat.add_(g.T @ x)

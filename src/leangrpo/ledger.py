@@ -6,7 +6,7 @@ All selected steps of trajectory i share A_i, so the sum over its steps is all t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class Ledger:
         self.waiting: dict[Hashable, Gradient] = {}
         self.batches: list[tuple[tuple[Hashable, ...], list[Factors]]] = []
         self.peak_bytes = 0
+        self._factor_bytes = 0
 
     def take(self) -> Gradient:
         """Move what backward left in the parameters' `.grad` out of them."""
@@ -74,31 +75,38 @@ class Ledger:
     def hold_batch(self, keys: tuple[Hashable, ...], factors: list[Factors]) -> None:
         """Keep a step of a batch of trajectories, its gradients in factors."""
         self.batches.append((keys, factors))
+        self._factor_bytes += _num_bytes(factors)
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
     def fold_batches(self, known: Mapping[Hashable, float], scale: float) -> None:
         """total += sum of scale * known[key] * gradient over the batches that are all known."""
-        later = []
+        ready, later = [], []
         for keys, factors in self.batches:
             if all(key in known for key in keys):
-                coefficients = torch.tensor([known[k] * scale for k in keys], dtype=torch.float64)
-                self.add_factors(factors, coefficients)
+                c = torch.tensor([known[key] * scale for key in keys], dtype=torch.float64)
+                ready += [(one, c) for one in factors] if c.any() else []
             else:
                 later.append((keys, factors))
         self.batches = later
+        self._factor_bytes = sum(_num_bytes(factors) for _, factors in later)
+        self.add_factors(ready)
 
-    def add_factors(self, factors: list[Factors], coefficients: Tensor) -> None:
-        """total += sum_b c_b * gradient of sample b; `coefficients` is `(B,)`."""
-        if not coefficients.any():
-            return
-        for one in factors:
-            weight, bias = fold(one, coefficients.to(one.g.device))
-            gradient: Gradient = [None] * len(self.parameters)
-            if one.weight >= 0:
-                gradient[one.weight] = weight.view_as(self.parameters[one.weight])
-            if one.bias >= 0:
-                gradient[one.bias] = bias
-            self.add(gradient)
+    def add_factors(self, some: Iterable[tuple[Factors, Tensor]]) -> None:
+        """total += sum_b c_b * gradient of sample b, for factors with their `(B,)` coefficients."""
+        layers: dict[tuple[int, int], list[tuple[Factors, Tensor]]] = {}
+        for factors, c in some:
+            layers.setdefault((factors.weight, factors.bias), []).append((factors, c))
+        for (weight, bias), of_layer in layers.items():
+            fold(of_layer, *(self._sum(i) if i >= 0 else None for i in (weight, bias)))
+
+    def _sum(self, i: int) -> Tensor:
+        """The sum of parameter `i`, zero to begin with."""
+        total = self.total[i]
+        if total is None:
+            like = self.parameters[i]
+            dtype = torch.float32 if like.dtype.itemsize < 4 else like.dtype
+            total = self.total[i] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        return total
 
     def write(self) -> None:
         """Put the sum into the parameters' `.grad` and forget it."""
@@ -111,6 +119,9 @@ class Ledger:
     def num_bytes(self) -> int:
         """Bytes of all gradients held now."""
         lists = [self.total, *self.waiting.values()]
-        kept = [g for one in lists for g in one if g is not None]
-        kept += [t for _, factors in self.batches for f in factors for t in (f.x, f.g)]
-        return sum(t.numel() * t.element_size() for t in kept)
+        kept = (g for one in lists for g in one if g is not None)
+        return self._factor_bytes + sum(g.numel() * g.element_size() for g in kept)
+
+
+def _num_bytes(factors: Iterable[Factors]) -> int:
+    return sum(t.numel() * t.element_size() for f in factors for t in (f.x, f.g))

@@ -7,68 +7,33 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from torch import Tensor
 
 from . import __version__
+from .console import LiveView, is_terminal, print_safely
 from .errors import LeanError
-
-METRICS, EVALUATIONS, SUMMARY, CONFIG = (
-    "metrics.jsonl",
-    "evaluations.jsonl",
-    "summary.json",
-    "config.yaml",
+from .runfolder import (
+    CONFIG,
+    EVALUATIONS,
+    GRID_GEOMETRY,
+    LOG,
+    METRICS,
+    SUMMARY,
+    Run,
+    append_line,
+    read_lines,
+    read_run,
+    replace_file,
+    unwritable,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run folder, read: its settings, its lines, and its summary once it has ended."""
-
-    folder: Path
-    config: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-    summary: dict[str, Any] | None
-
-
-def read_run(folder: str | Path) -> Run:
-    """Read a run folder, also one that is being written; raises LeanError when it is none."""
-    folder = Path(folder)
-    try:
-        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise LeanError(f"{folder} is not a run: its config.yaml cannot be read.") from error
-    summary = folder / SUMMARY
-    return Run(
-        folder,
-        config,
-        read_lines(folder / METRICS),
-        read_lines(folder / EVALUATIONS),
-        json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
-    )
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file; a half-written last one, as a kill leaves it, is left out."""
-    if not path.is_file():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            break
-        if isinstance(line, dict):
-            lines.append(line)
-    return lines
+__all__ = ["Run", "RunRecord", "read_lines", "read_run", "save_grid", "to_picture"]
 
 
 class RunRecord:
@@ -82,104 +47,112 @@ class RunRecord:
         self.updates = updates
         self._seconds: list[float] = []
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
-        self._live = _Live() if sys.stdout.isatty() and not quiet else None
+        self._live = LiveView(updates) if is_terminal() and not quiet else None
 
     @classmethod
     def create(cls, folder: str | Path, config: str, *, quiet: bool = False) -> RunRecord:
         """Open a new folder with the resolved settings, a YAML text, in it."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(config, encoding="utf-8")
-        updates = int(yaml.safe_load(config).get("updates", 0))
-        return cls(folder, quiet=quiet, updates=updates, purge=None)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        replace_file(folder / CONFIG, config)
+        return cls(folder, quiet=quiet, updates=_updates(config), purge=None)
 
     @classmethod
     def resume(
         cls, folder: str | Path, update: int, config: str, *, quiet: bool = False
     ) -> RunRecord:
         """Go on in a folder: lines of later updates than `update` are dropped, here and in
-        TensorBoard, as they will be written again."""
+        TensorBoard, as they will be written again. With -1, all of them are."""
         folder = Path(folder)
         for name in (METRICS, EVALUATIONS):
             kept = [line for line in read_lines(folder / name) if line["update"] <= update]
-            _replace(folder / name, "".join(f"{json.dumps(line)}\n" for line in kept))
+            replace_file(folder / name, "".join(f"{json.dumps(line)}\n" for line in kept))
+        for grid in (folder / "samples").glob("*.png"):
+            if grid.stem.isdigit() and int(grid.stem) > update:
+                grid.unlink()
         (folder / SUMMARY).unlink(missing_ok=True)
-        _replace(folder / CONFIG, config)
-        updates = int(yaml.safe_load(config).get("updates", 0))
-        return cls(folder, quiet=quiet, updates=updates, purge=update + 1)
+        replace_file(folder / CONFIG, config)
+        record = cls(folder, quiet=quiet, updates=_updates(config), purge=update + 1)
+        record._say(f"going on after update {max(update, 0)}")
+        return record
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         """Append the line of an update and show it."""
-        self._append(METRICS, line)
-        n = line["update"]
+        append_line(self.folder / METRICS, json.dumps(_finite(line)))
         scalars = {
             "reward/mean": line["reward_mean"],
             "reward/std": line["reward_std"],
+            **{f"reward/{k}": v for k, v in line["rewards"].items()},
             "train/advantage_std": line["advantage_std"],
             "train/grad_norm": line["grad_norm"],
             "train/loss": line["loss"],
+            "train/kl": line.get("kl"),
             **{f"time/{k}": v for k, v in line["time"].items()},
-            **{f"reward/{k}": v for k, v in line["rewards"].items()},
         }
-        self._scalars(scalars, n)
+        self._scalars(scalars, line["update"])
         self._seconds.append(line["time"]["total"])
-        self._say(self._text(line), transient=True)
+        self._say(self._text(line), update=line["update"])
 
     def evaluation(
         self,
-        line: dict[str, Any],
+        line: Mapping[str, Any],
         images: Tensor,
         prompts: Sequence[str],
         scores: Sequence[float],
     ) -> None:
         """Append the line of an evaluation and save its grid of pictures.
 
-        `images` is `(N, C, H, W)`, or `(N, F, C, H, W)`, of which the middle frame is shown.
+        `images` is `(N, C, H, W)`, or `(N, F, C, H, W)`, of which the middle frame is shown;
+        `prompts` and `scores` are those of these N.
         """
+        update, grid = line["update"], None
         if len(images):
             frames = images[:, images.shape[1] // 2] if images.dim() == 5 else images
-            path = self.folder / "samples" / f"{line['update']:06d}.png"
-            path.parent.mkdir(exist_ok=True)
-            save_grid(frames, prompts, scores, path)
-            line = {**line, "grid": str(path.relative_to(self.folder))}
-        self._append(EVALUATIONS, line)
-        scalars = {"heldout/reward": line["reward"], "heldout/exact": line["exact"]}
-        self._scalars(scalars, line["update"])
+            grid = f"samples/{update:06d}.png"
+            save_grid(frames, prompts, scores, self.folder / grid)
+            self._board.add_image("heldout", _sheet(frames), update)
+        append_line(self.folder / EVALUATIONS, json.dumps(_finite({**line, "grid": grid})))
+        self._scalars({"heldout/reward": line["reward"], "heldout/exact": line["exact"]}, update)
         exact = "" if line["exact"] is None else f", {line['exact']:.1%} exact"
-        self._say(f"held-out at update {line['update']}: reward {line['reward']:.3f}{exact}")
+        self._say(f"held-out at update {update}: reward {line['reward']:.3f}{exact}")
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Write summary.json and report.html, print the result; returns the whole summary."""
-        from .page import write_page
-
         run = read_run(self.folder)
         first, last = (run.evaluations[0], run.evaluations[-1]) if run.evaluations else ({}, {})
-        whole = {
-            "leangrpo": __version__,
-            "recipe": run.config.get("recipe"),
-            **summary,
-            "images": sum(line["images"] for line in run.metrics),
-            "heldout_reward_before": first.get("reward"),
-            "heldout_reward_after": last.get("reward"),
-            "heldout_exact_before": first.get("exact"),
-            "heldout_exact_after": last.get("exact"),
-            "reward_first": run.metrics[0]["reward_mean"] if run.metrics else None,
-            "reward_last": run.metrics[-1]["reward_mean"] if run.metrics else None,
-            "run": str(self.folder),
-        }
-        _replace(self.folder / SUMMARY, json.dumps(_finite(whole), indent=2) + "\n")
-        page = write_page(self.folder)
+        whole: dict[str, Any] = _finite(
+            {
+                "leangrpo": __version__,
+                "recipe": run.config.get("recipe"),
+                **summary,
+                "images": sum(line["images"] for line in run.metrics),
+                "heldout_reward_before": first.get("reward"),
+                "heldout_reward_after": last.get("reward"),
+                "heldout_exact_before": first.get("exact"),
+                "heldout_exact_after": last.get("exact"),
+                "reward_first": run.metrics[0]["reward_mean"] if run.metrics else None,
+                "reward_last": run.metrics[-1]["reward_mean"] if run.metrics else None,
+                "run": str(self.folder),
+            }
+        )
+        replace_file(self.folder / SUMMARY, json.dumps(whole, indent=2) + "\n")
+        page = self._page()
         self.close()
-        print_safely(_result(whole))
-        print_safely(f"report: {page}")
+        self._say(_result(whole), always=True)
+        if page:
+            self._say(f"report: {page}", always=True)
         if whole.get("stopped") == "interrupted":
-            print_safely(f"go on with: leangrpo train {self.folder} --resume")
+            self._say(f"go on with: leangrpo train {self.folder} --resume", always=True)
         return whole
 
     def failed(self, error: BaseException, update: int) -> None:
         """Close what is open and say what is saved; the error itself is the caller's to print."""
         self.close()
         if update > 0 and not isinstance(error, KeyboardInterrupt | SystemExit):
+            self._page()
             print_safely(
                 f"{update} updates are saved in {self.folder}; once the cause is mended, go on "
                 f"with: leangrpo train {self.folder} --resume"
@@ -190,11 +163,17 @@ class RunRecord:
         self._board.close()
         if self._live is not None:
             self._live.close()
+            self._live = None
 
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        with (self.folder / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(line)) + "\n")
-            file.flush()
+    def _page(self) -> Path | None:
+        """The HTML page. It can be made again, so no fault in it may cost a run its result."""
+        from .page import write_page
+
+        try:
+            return write_page(self.folder)
+        except Exception as error:
+            print_safely(f"warning: report.html could not be written: {error!r}")
+            return None
 
     def _scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
         for name, value in scalars.items():
@@ -217,36 +196,15 @@ class RunRecord:
             f"{line['time']['images_per_s']:.1f} images/s  [{stages} s]  {_duration(left)} left"
         )
 
-    def _say(self, text: str, *, transient: bool = False) -> None:
-        if self.quiet:
+    def _say(self, text: str, *, update: int | None = None, always: bool = False) -> None:
+        """Into log.txt, and onto the terminal unless quiet."""
+        append_line(self.folder / LOG, text)
+        if self.quiet and not always:
             return
-        if self._live is not None and transient:
-            self._live.show(text)
-        elif self._live is not None:
-            self._live.print(text)
+        if self._live is not None:
+            self._live.show(text, update)
         else:
             print_safely(text)
-
-
-class _Live:
-    """The last updates and a status line that stays at the bottom of a terminal."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        self._console = Console(highlight=False)
-        self._status = self._console.status("sampling the first group")
-        self._status.start()
-
-    def show(self, text: str) -> None:
-        self.print(text)
-        self._status.update(text.rsplit("  ", 1)[-1])
-
-    def print(self, text: str) -> None:
-        self._console.print(text, markup=False)
-
-    def close(self) -> None:
-        self._status.stop()
 
 
 def save_grid(
@@ -254,53 +212,96 @@ def save_grid(
 ) -> None:
     """Write pictures `(N, C, H, W)` in [0, 1] as one PNG, prompt and score under each.
 
-    Small pictures are enlarged, pixel by pixel, to 96 at least.
+    Small pictures are enlarged, pixel by pixel, to 96 at least. Where each picture lies is kept
+    in the PNG's text, so that it can be cut out again. Raises LeanError when the disk refuses.
     """
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
 
     num, _, height, width = images.shape
     factor = max(1, math.ceil(96 / min(height, width)))
-    cell = (width * factor + 8, height * factor + 34)
+    size = (width * factor, height * factor)
     columns = min(columns, num)
-    rows = math.ceil(num / columns)
-    sheet = Image.new("RGB", (columns * cell[0], rows * cell[1]), "white")
+    cell = (size[0] + 8, size[1] + 46)
+    sheet = Image.new("RGB", (columns * cell[0], math.ceil(num / columns) * cell[1]), "white")
     draw = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(10)
+    corners = []
     for i, (image, prompt, score) in enumerate(zip(images, prompts, scores, strict=True)):
         x, y = (i % columns) * cell[0] + 4, (i // columns) * cell[1] + 2
-        sheet.paste(to_picture(image).resize((width * factor, height * factor), 0), (x, y))
-        fits = int(width * factor / 5.2)
-        short = prompt if len(prompt) <= fits else prompt[: fits - 1] + "…"
-        draw.text((x, y + height * factor + 2), f"{short}\n{score:.2f}", fill="black", font=font)
-    sheet.save(path)
+        corners.append((x, y))
+        picture = to_picture(image).resize(size, Image.Resampling.NEAREST)
+        sheet.paste(picture, (x, y))
+        shown = f"{score:.2f}" if math.isfinite(score) else "no score"
+        lines = _wrap(prompt, lambda text: draw.textlength(text, font) <= size[0])
+        draw.text((x, y + size[1] + 2), "\n".join([*lines, shown]), fill="black", font=font)
+    geometry = PngImagePlugin.PngInfo()
+    where = {"corners": corners, "width": size[0], "height": size[1], "factor": factor}
+    geometry.add_text(GRID_GEOMETRY, json.dumps(where))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sheet.save(path, pnginfo=geometry)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def _wrap(text: str, fits: Callable[[str], bool]) -> list[str]:
+    """Two lines at most, broken at a space where there is one, the rest left out with an …"""
+    lines, words = [""], text.split()
+    while words:
+        longer = f"{lines[-1]} {words[0]}".strip()
+        if fits(longer):
+            lines[-1] = longer
+            words.pop(0)
+        elif lines[-1] and len(lines) < 2:
+            lines.append("")
+        else:
+            cut = longer
+            while cut and not fits(f"{cut}…"):
+                cut = cut[:-1]
+            return [*lines[:-1], f"{cut}…"]
+    return lines
 
 
 def to_picture(image: Tensor) -> Any:
     """A PIL picture of `(C, H, W)` in [0, 1]; non-finite pixels become magenta, not black."""
     from PIL import Image
 
-    rgb = image.expand(3, -1, -1) if image.shape[0] == 1 else image[:3]
+    image = image.detach().float().cpu()
+    rgb = image[:1].expand(3, -1, -1) if image.shape[0] < 3 else image[:3]
     bad = ~rgb.isfinite().all(dim=0)
     pixels = (rgb.nan_to_num().clamp(0, 1) * 255).round().byte().movedim(0, -1).numpy().copy()
     pixels[bad.numpy()] = (255, 0, 255)
     return Image.fromarray(pixels)
 
 
-def print_safely(text: str) -> None:
-    """Print; a terminal that went away is no reason to lose a run."""
-    try:
-        print(text, flush=True)
-    except (BrokenPipeError, ValueError):
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+def _sheet(images: Tensor, columns: int = 4) -> Tensor:
+    """Pictures `(N, C, H, W)` side by side, `(C, rows * H, columns * W)`, for TensorBoard."""
+    images = images.detach().float().cpu().nan_to_num().clamp(0, 1)
+    images = images[:, :1] if images.shape[1] < 3 else images[:, :3]
+    num, channels, height, width = images.shape
+    columns = min(columns, num)
+    rows = math.ceil(num / columns)
+    sheet = torch.ones(rows * columns, channels, height, width)
+    sheet[:num] = images
+    tiles = sheet.view(rows, columns, channels, height, width)
+    return tiles.permute(2, 0, 3, 1, 4).reshape(channels, rows * height, columns * width)
+
+
+def _updates(config: str) -> int:
+    """How many updates a run's settings ask for."""
+    tree = yaml.safe_load(config)
+    if not isinstance(tree, dict):
+        raise LeanError("A run's settings must be a YAML mapping.")
+    return int(tree.get("updates", 0))
 
 
 def _result(s: Mapping[str, Any]) -> str:
     parts = [f"{s['updates']} updates ({s['schedule']}) in {_duration(s['seconds'])}"]
-    if s["heldout_reward_before"] is not None:
+    if s["heldout_reward_before"] is not None and s["heldout_reward_after"] is not None:
         parts.append(
             f"held-out reward {s['heldout_reward_before']:.3f} -> {s['heldout_reward_after']:.3f}"
         )
-    if s["heldout_exact_before"] is not None:
+    if s["heldout_exact_before"] is not None and s["heldout_exact_after"] is not None:
         parts.append(
             f"held-out exact {s['heldout_exact_before']:.1%} -> {s['heldout_exact_after']:.1%}"
         )
@@ -324,10 +325,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return value
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves the old one or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

@@ -279,7 +279,7 @@ class Reweight(_Common):
         self._ledger = Ledger(self.guard.parameters)
         self._ledger.add(self._ledger.take())
         self._steps: dict[Hashable, list[float]] = {}
-        self.capture = Capture(self.guard.parameters)
+        self.capture = Capture(self.guard.modules, self.guard.parameters)
 
     def transition(self, transition: Transition) -> None:
         """Backward of one step, onto its trajectories' provisional gradients."""
@@ -325,7 +325,7 @@ class Reweight(_Common):
         if kl_seed is not None and t.kl is not None:
             torch.autograd.backward([t.kl], [kl_seed])
             ones = torch.ones(len(t.keys), dtype=torch.float64)
-            self._ledger.add_factors(self.capture.take(), ones)
+            self._ledger.add_factors((one, ones) for one in self.capture.take())
 
     def advantages(self, advantages: Mapping[Hashable, float]) -> None:
         """Correct and add up the gradients of finished trajectories."""

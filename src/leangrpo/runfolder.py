@@ -1,0 +1,111 @@
+"""A run's folder as files: what they are called, reading them back, replacing one safely."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import LeanError
+
+CONFIG, SUMMARY, LOG, PAGE = "config.yaml", "summary.json", "log.txt", "report.html"
+METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+
+GRID_GEOMETRY = "leangrpo:grid"
+"""Key of the PNG text that tells where each picture of a sample grid lies, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run folder, read: its settings, its lines, and its summary once it has ended."""
+
+    folder: Path
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a run folder, also one that is being written; raises LeanError when it is none."""
+    folder = Path(folder)
+    try:
+        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise LeanError(
+            f"{folder} is not a run: it has no {CONFIG}. Give a folder made by train."
+        ) from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise LeanError(f"{folder} is not a run: its {CONFIG} cannot be read.") from error
+    if not isinstance(config, dict):
+        raise LeanError(f"{folder} is not a run: its {CONFIG} holds no settings.")
+    return Run(
+        folder,
+        config,
+        read_lines(folder / METRICS),
+        read_lines(folder / EVALUATIONS),
+        _read_summary(folder / SUMMARY),
+    )
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file; a half-written last one, as a kill leaves it, is left out."""
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            break
+        if not isinstance(line, dict):
+            break
+        lines.append(line)
+    return lines
+
+
+def _read_summary(path: Path) -> dict[str, Any] | None:
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves the old one or the new one.
+
+    Raises LeanError when the disk refuses.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append one line and have it on the disk; raises LeanError when the disk refuses."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> LeanError:
+    """The complaint about a file of a run that cannot be written."""
+    return LeanError(
+        f"{path} cannot be written: {error.strerror}. Free space or mend its permissions, then go "
+        "on with --resume."
+    )
