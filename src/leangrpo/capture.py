@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import torch.nn.grad
 from torch import Tensor, nn
 
 from .errors import LeanError
@@ -47,11 +46,10 @@ class Capture:
         index = {id(p): i for i, p in enumerate(parameters)}
         self._layers: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
         for layer in (m for module in modules for m in module.modules()):
-            if isinstance(layer, nn.Linear | nn.Conv2d):
+            if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and _plain(layer)):
                 at = index.get(id(layer.weight), -1), index.get(id(layer.bias), -1)
                 if at != (-1, -1):
-                    rule: Any = _Linear if isinstance(layer, nn.Linear) else _Conv2d
-                    self._layers.append((layer, partial(self._forward, layer, rule, at)))
+                    self._layers.append((layer, partial(self._forward, layer, at)))
 
     def __call__(self, rows: int) -> Capture:
         """Set the batch the network is about to be called with."""
@@ -82,7 +80,7 @@ class Capture:
         taken, self.taken = self.taken, []
         return taken
 
-    def _forward(self, layer: Any, rule: Any, at: tuple[int, int], x: Tensor) -> Tensor:
+    def _forward(self, layer: Any, at: tuple[int, int], x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return type(layer).forward(layer, x)  # type: ignore[no-any-return]
         if len(x) != self.rows:
@@ -91,58 +89,37 @@ class Capture:
                 f"{len(x)} rows in a batch of {self.rows}: its gradient cannot be split by sample. "
                 "Use rollout.micro_batch=1, or schedule 'retain' or 'native'."
             )
-        return rule.apply(x, layer.weight, layer.bias, layer, self, at)  # type: ignore[no-any-return]
+        weight = layer.weight.detach()  # autograd forms no sum over the batch for it
+        bias = None if layer.bias is None else layer.bias.detach()
+        if not x.requires_grad:  # the first layer: the output must have a gradient all the same
+            x = x.detach().requires_grad_()
+        if isinstance(layer, nn.Linear):
+            y, rows = F.linear(x, weight, bias), _rows_of_linear
+        else:
+            y, rows = layer._conv_forward(x, weight, bias), _rows_of_conv2d
+        watch: Any = y.register_hook
+        watch(partial(self._keep, rows, layer, at, x.detach()))
+        return y
+
+    def _keep(self, rows: Any, layer: Any, at: tuple[int, int], x: Tensor, g: Tensor) -> None:
+        self.taken.append(Factors(*at, *rows(layer, x, g.detach())))
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any, capture: Any, at: Any
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.capture, ctx.at = capture, at
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (g,) = gradients
-        x, weight = ctx.saved_tensors
-        n = len(x)
-        rows, of_rows = (
-            x.detach().reshape(n, -1, x.shape[-1]),
-            g.detach().reshape(n, -1, g.shape[-1]),
-        )
-        ctx.capture.taken.append(Factors(ctx.at[0], ctx.at[1], rows, of_rows))
-        return g @ weight if ctx.needs_input_grad[0] else None, *[None] * 5
+def _plain(layer: nn.Conv2d) -> bool:
+    """Whether a convolution is a product of patches: not grouped, padded with zeros only."""
+    return (
+        layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    )
 
 
-class _Conv2d(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any, capture: Any, at: Any
-    ) -> Tensor:
-        if layer.groups != 1 or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
-            raise LeanError(
-                f"The gradient of {layer} cannot be split by sample here. "
-                "Use rollout.micro_batch=1, or schedule 'retain' or 'native'."
-            )
-        ctx.save_for_backward(x, weight)
-        ctx.capture, ctx.at = capture, at
-        ctx.shape = {k: getattr(layer, k) for k in ("stride", "padding", "dilation")}
-        return F.conv2d(x, weight, bias, **ctx.shape)
+def _rows_of_linear(layer: Any, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return x.reshape(len(x), -1, x.shape[-1]), g.reshape(len(g), -1, g.shape[-1])
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (g,) = gradients
-        x, weight = ctx.saved_tensors
-        patches = F.unfold(x.detach(), weight.shape[2:], **ctx.shape).transpose(1, 2)
-        of_rows = g.detach().flatten(2).transpose(1, 2)
-        ctx.capture.taken.append(Factors(ctx.at[0], ctx.at[1], patches, of_rows))
-        back = None
-        if ctx.needs_input_grad[0]:
-            of_input: Any = torch.nn.grad.conv2d_input
-            back = of_input(x.shape, weight, g, **ctx.shape)
-        return back, *[None] * 5
+
+def _rows_of_conv2d(layer: Any, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """A convolution is a linear layer on patches: x `(n B, L, in k k)`, g `(n B, L, out)`."""
+    patches = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    return patches.transpose(1, 2), g.flatten(2).transpose(1, 2)
 
 
 def fold(

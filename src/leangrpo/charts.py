@@ -271,7 +271,7 @@ def _line(one: Series, px: Callable[[float], float], py: Callable[[float], float
         at = [(px(one.xs[i]), py(one.ys[i] or 0.0)) for i in run]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
         parts.append(f'<polyline class="line" points="{points}" stroke="var({one.color})"/>')
-        if (one.marks and len(one.xs) <= 60) or len(run) == 1:
+        if (one.marks and len(one.xs) <= 30) or len(run) == 1:
             parts += [
                 f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="var({one.color})"/>'
                 for x, y in at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any
@@ -31,7 +32,12 @@ def _drop_output() -> None:
         os.dup2(null, sys.stdout.fileno())  # what is still buffered has to go somewhere at exit
         os.close(null)
     except (AttributeError, OSError, ValueError):
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        sys.stdout = _Nowhere()
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 class LiveView:

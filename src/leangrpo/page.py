@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +24,18 @@ from .charts import (
     stacked_bars,
 )
 from .page_style import SCRIPT, STYLE
-from .runfolder import GRID_GEOMETRY, PAGE, Run, read_run, replace_file
+from .pictures import cut_out
+from .runfolder import PAGE, Run, read_run, replace_file
 
-MOST_POINTS, MOST_BARS, MOST_SHEETS = 400, 60, 24
-LARGEST_PICTURE = 256
-"""Longer side, in pixels, of a picture in the page; small ones are kept as they are."""
+MOST_POINTS, MOST_BARS, MOST_SHEETS, MOST_PROMPTS = 400, 60, 24, 200
+
+# One line under the title; SCHEDULES has the longer one, of the notes.
+SHORT = {
+    "native": "samples without gradients, then runs the model again",
+    "retain": "keeps the rollout's graphs until the advantage is known",
+    "reweight": "backpropagates at once with advantage one, and corrects the gradient when the "
+    "advantage is known",
+}
 
 SCHEDULES = {
     "native": "every selected step is evaluated a second time, with gradients, once the rewards "
@@ -98,11 +103,15 @@ def _version(run: Run) -> str:
 
 def _header(run: Run, name: str) -> str:
     state = str((run.summary or {}).get("stopped", "not finished"))
-    text = escape(str(run.config.get("description") or ""))
+    schedule = str(run.config.get("schedule") or "")
+    lines = [escape(str(run.config.get("description") or ""))]
+    if schedule in SHORT:
+        lines.append(f"<small>Schedule <b>{schedule}</b>: {SHORT[schedule]}.</small>")
+    paragraphs = "".join(f"<p>{line}</p>" for line in lines if line)
     return (
         f"<header><h1>{escape(name)}</h1>"
         f'<span class="state {"good" if state == "finished" else ""}">{escape(state)}</span>'
-        f"<p>{text}</p></header>"
+        f"{paragraphs}</header>"
     )
 
 
@@ -114,30 +123,25 @@ def _section(title: str, body: str) -> str:
 
 
 def _headline(run: Run) -> str:
-    first, last = (run.evaluations[0], run.evaluations[-1]) if run.evaluations else ({}, {})
+    last = run.evaluations[-1] if run.evaluations else {}
     done, wanted = (run.metrics[-1]["update"] if run.metrics else 0), run.config.get("updates")
-    seconds = math.fsum(line["time"]["total"] for line in run.metrics)
-    images = sum(line["images"] for line in run.metrics)
+    seconds = math.fsum(line["time"].get("total") or 0.0 for line in run.metrics)
+    images = sum(line.get("images") or 0 for line in run.metrics)
     tiles: list[tuple[str, str, str]] = []
     if last.get("exact") is not None:
-        tiles.append(
-            (
-                "held-out exact",
-                _before_after(percent(first.get("exact")), percent(last["exact"])),
-                f"of {last.get('num_prompts', 0)} prompts",
-            )
-        )
+        exact = [percent(line.get("exact")) for line in run.evaluations]
+        tiles.append(("held-out exact", _change(exact), f"of {last.get('num_prompts')} prompts"))
     if last.get("reward") is not None:
-        after = _before_after(number(first.get("reward")), number(last["reward"]))
-        tiles.append(("held-out reward", after, "mean over the prompts"))
+        reward = [number(line.get("reward")) for line in run.evaluations]
+        tiles.append(("held-out reward", _change(reward), "mean over the prompts"))
     if run.metrics:
-        pair = (number(line.get("reward_mean")) for line in (run.metrics[0], run.metrics[-1]))
-        tiles.append(("training reward", _before_after(*pair), "first and last update"))
+        trained = [number(line.get("reward_mean")) for line in run.metrics]
+        tiles.append(("training reward", _change(trained), "first and last update"))
     of = f" of {wanted}" if isinstance(wanted, int) and wanted != done else ""
     schedule = escape(str(run.config.get("schedule", "")))
-    tiles.append(("updates", f"{done}{of}", f"schedule {schedule}"))
+    tiles.append(("updates", f"{done}{of}", f"{schedule}, {images:,} pictures"))
     if seconds > 0:
-        each = f"{number(seconds / len(run.metrics))} s each, {images:,} pictures"
+        each = f"{number(seconds / len(run.metrics))} s an update"
         tiles.append(("time in updates", duration(seconds), each))
     cells = "".join(
         f"<div><dt>{label}</dt><dd>{value}</dd><small>{note}</small></div>"
@@ -146,8 +150,11 @@ def _headline(run: Run) -> str:
     return f'<dl class="tiles">{cells}</dl>'
 
 
-def _before_after(before: str, after: str) -> str:
-    return f'<span class="before">{before}</span> <i aria-label="to">→</i> {after}'
+def _change(values: Sequence[str]) -> str:
+    """The first and the last of `values`, of which there may be only one."""
+    if len(values) == 1:
+        return values[0]
+    return f'<span class="before">{values[0]}</span> <i aria-label="to">→</i> {values[-1]}'
 
 
 # -- charts ----------------------------------------------------------------------------------------
@@ -295,7 +302,7 @@ def _gallery(run: Run) -> str:
     """Each prompt's picture at the first evaluation and at the one the slider stands at."""
     shown = [line for line in run.evaluations if line.get("grid")]
     shown = [shown[r[-1] if i else 0] for i, r in enumerate(bins(len(shown), MOST_SHEETS))]
-    sheets = [(line, pictures(run.folder / line["grid"])) for line in shown]
+    sheets = [(line, cut_out(run.folder / line["grid"])) for line in shown]
     sheets = [(line, found) for line, found in sheets if found]
     if not sheets:
         return ""
@@ -362,40 +369,6 @@ def _score(row: Mapping[str, Any]) -> str:
     return f"{number(row.get('reward'))}{mark}"
 
 
-def pictures(path: Path) -> list[str]:
-    """The pictures of a sample grid as data URIs, cut out where the PNG's text says they lie.
-
-    Pictures that were enlarged shrink back to their own pixels; large ones to LARGEST_PICTURE.
-    A PNG without that text is one picture, a file that is none has no pictures.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as file:
-            text = getattr(file, "text", {}).get(GRID_GEOMETRY)
-            sheet = file.convert("RGB")
-    except (OSError, UnidentifiedImageError):
-        return []
-    if text is None:
-        return [_data_uri(sheet)]
-    where = json.loads(text)
-    width, height, factor = where["width"], where["height"], where["factor"]
-    found = []
-    for x, y in where["corners"]:
-        picture = sheet.crop((x, y, x + width, y + height))
-        own = (width // factor, height // factor)
-        found.append(_data_uri(picture.resize(own, Image.Resampling.NEAREST)))
-    return found
-
-
-def _data_uri(picture: Any) -> str:
-    kind = "png" if max(picture.size) <= 64 else "webp"
-    picture.thumbnail((LARGEST_PICTURE, LARGEST_PICTURE))
-    buffer = io.BytesIO()
-    picture.save(buffer, kind, quality=85)
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
 # -- tables ----------------------------------------------------------------------------------------
 
 
@@ -407,6 +380,8 @@ def _prompts(run: Run) -> str:
     if not run.evaluations or not _rows(run.evaluations[-1]):
         return ""
     before, after = _rows(run.evaluations[0]), _rows(run.evaluations[-1])
+    num, after = len(after), after[:MOST_PROMPTS]
+    most = f"The first {len(after)} of {num}, at" if num > len(after) else "At"
     exact = any(row.get("exact") is not None for row in after)
     body = "".join(_prompt_rows(before, after, exact))
     names = ["prompt", "reward before", "after", "change"]
@@ -415,9 +390,10 @@ def _prompts(run: Run) -> str:
         f'<th scope="col"><button type="button" data-column="{i}">{name}</button></th>'
         for i, name in enumerate(names)
     )
-    updates = f"{run.evaluations[0]['update']} and {run.evaluations[-1]['update']}"
+    ends = [run.evaluations[i]["update"] for i in (0, -1)]
+    updates = f"update {ends[0]}" if len(set(ends)) == 1 else f"updates {ends[0]} and {ends[1]}"
     return (
-        f'<p class="hint">At update {updates}; a click on a heading sorts.</p>'
+        f'<p class="hint">{most} {updates}; a click on a heading sorts.</p>'
         f'<div class="scroll" tabindex="0" role="region" aria-label="Held-out prompts">'
         f'<table id="prompts"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
@@ -483,10 +459,10 @@ def _remarks(run: Run) -> Iterator[str]:
     skipped = sum(not line.get("optimizer_stepped", True) for line in run.metrics)
     if skipped:
         yield f"{skipped} of {len(run.metrics)} updates made no optimizer step"
-    flat = sum(line.get("zero_variance_groups", 0) for line in run.metrics)
+    flat = sum(line.get("zero_variance_groups") or 0 for line in run.metrics)
     if flat:
         yield f"{flat} groups had equal rewards throughout, and so nothing to learn from"
-    excluded = sum(line.get("excluded", 0) for line in run.metrics)
+    excluded = sum(line.get("excluded") or 0 for line in run.metrics)
     if excluded:
         yield f"{excluded} pictures had no finite score and were left out"
     if sum(line.get("grad_norm") is None for line in run.metrics):

@@ -50,6 +50,7 @@ figure { margin: 0; }
 .pair > figure { padding: 14px 14px 8px; overflow-x: auto; }
 .pair > figure > figcaption { display: flex; flex-wrap: wrap; gap: 2px 18px;
   justify-content: space-between; margin: 0 4px 6px; font-weight: 560; }
+.pair > figure:only-child { max-width: 560px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; color: var(--soft); font-size: 13px;
   font-weight: 400; }
 .legend b, .stages b { display: inline-block; width: 10px; height: 10px; border-radius: 3px;
@@ -123,6 +124,8 @@ footer { padding-top: 44px; padding-bottom: 36px; }
   .tiles div { flex-basis: 150px; padding-inline: 14px; }
   .tiles dd { font-size: 19px; }
   th, td { padding-inline: 10px; }
+  .cards { grid-template-columns: 1fr 1fr; gap: 8px; }
+  .card { padding: 7px; }
 }
 @media print {
   @page { margin: 14mm; }

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from torch import Tensor
 
 from . import __version__
 from .console import LiveView, is_terminal, print_safely
 from .errors import LeanError
+from .pictures import save_grid, side_by_side
 from .runfolder import (
     CONFIG,
     EVALUATIONS,
-    GRID_GEOMETRY,
     LOG,
     METRICS,
     SUMMARY,
@@ -33,7 +32,7 @@ from .runfolder import (
     unwritable,
 )
 
-__all__ = ["Run", "RunRecord", "read_lines", "read_run", "save_grid", "to_picture"]
+__all__ = ["Run", "RunRecord", "read_lines", "read_run", "save_grid"]
 
 
 class RunRecord:
@@ -113,7 +112,7 @@ class RunRecord:
             frames = images[:, images.shape[1] // 2] if images.dim() == 5 else images
             grid = f"samples/{update:06d}.png"
             save_grid(frames, prompts, scores, self.folder / grid)
-            self._board.add_image("heldout", _sheet(frames), update)
+            self._board.add_image("heldout", side_by_side(frames), update)
         append_line(self.folder / EVALUATIONS, json.dumps(_finite({**line, "grid": grid})))
         self._scalars({"heldout/reward": line["reward"], "heldout/exact": line["exact"]}, update)
         exact = "" if line["exact"] is None else f", {line['exact']:.1%} exact"
@@ -205,86 +204,6 @@ class RunRecord:
             self._live.show(text, update)
         else:
             print_safely(text)
-
-
-def save_grid(
-    images: Tensor, prompts: Sequence[str], scores: Sequence[float], path: Path, columns: int = 8
-) -> None:
-    """Write pictures `(N, C, H, W)` in [0, 1] as one PNG, prompt and score under each.
-
-    Small pictures are enlarged, pixel by pixel, to 96 at least. Where each picture lies is kept
-    in the PNG's text, so that it can be cut out again. Raises LeanError when the disk refuses.
-    """
-    from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
-
-    num, _, height, width = images.shape
-    factor = max(1, math.ceil(96 / min(height, width)))
-    size = (width * factor, height * factor)
-    columns = min(columns, num)
-    cell = (size[0] + 8, size[1] + 46)
-    sheet = Image.new("RGB", (columns * cell[0], math.ceil(num / columns) * cell[1]), "white")
-    draw = ImageDraw.Draw(sheet)
-    font = ImageFont.load_default(10)
-    corners = []
-    for i, (image, prompt, score) in enumerate(zip(images, prompts, scores, strict=True)):
-        x, y = (i % columns) * cell[0] + 4, (i // columns) * cell[1] + 2
-        corners.append((x, y))
-        picture = to_picture(image).resize(size, Image.Resampling.NEAREST)
-        sheet.paste(picture, (x, y))
-        shown = f"{score:.2f}" if math.isfinite(score) else "no score"
-        lines = _wrap(prompt, lambda text: draw.textlength(text, font) <= size[0])
-        draw.text((x, y + size[1] + 2), "\n".join([*lines, shown]), fill="black", font=font)
-    geometry = PngImagePlugin.PngInfo()
-    where = {"corners": corners, "width": size[0], "height": size[1], "factor": factor}
-    geometry.add_text(GRID_GEOMETRY, json.dumps(where))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(path, pnginfo=geometry)
-    except OSError as error:
-        raise unwritable(path, error) from error
-
-
-def _wrap(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """Two lines at most, broken at a space where there is one, the rest left out with an …"""
-    lines, words = [""], text.split()
-    while words:
-        longer = f"{lines[-1]} {words[0]}".strip()
-        if fits(longer):
-            lines[-1] = longer
-            words.pop(0)
-        elif lines[-1] and len(lines) < 2:
-            lines.append("")
-        else:
-            cut = longer
-            while cut and not fits(f"{cut}…"):
-                cut = cut[:-1]
-            return [*lines[:-1], f"{cut}…"]
-    return lines
-
-
-def to_picture(image: Tensor) -> Any:
-    """A PIL picture of `(C, H, W)` in [0, 1]; non-finite pixels become magenta, not black."""
-    from PIL import Image
-
-    image = image.detach().float().cpu()
-    rgb = image[:1].expand(3, -1, -1) if image.shape[0] < 3 else image[:3]
-    bad = ~rgb.isfinite().all(dim=0)
-    pixels = (rgb.nan_to_num().clamp(0, 1) * 255).round().byte().movedim(0, -1).numpy().copy()
-    pixels[bad.numpy()] = (255, 0, 255)
-    return Image.fromarray(pixels)
-
-
-def _sheet(images: Tensor, columns: int = 4) -> Tensor:
-    """Pictures `(N, C, H, W)` side by side, `(C, rows * H, columns * W)`, for TensorBoard."""
-    images = images.detach().float().cpu().nan_to_num().clamp(0, 1)
-    images = images[:, :1] if images.shape[1] < 3 else images[:, :3]
-    num, channels, height, width = images.shape
-    columns = min(columns, num)
-    rows = math.ceil(num / columns)
-    sheet = torch.ones(rows * columns, channels, height, width)
-    sheet[:num] = images
-    tiles = sheet.view(rows, columns, channels, height, width)
-    return tiles.permute(2, 0, 3, 1, 4).reshape(channels, rows * height, columns * width)
 
 
 def _updates(config: str) -> int:

@@ -15,9 +15,6 @@ from .errors import LeanError
 CONFIG, SUMMARY, LOG, PAGE = "config.yaml", "summary.json", "log.txt", "report.html"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
-GRID_GEOMETRY = "leangrpo:grid"
-"""Key of the PNG text that tells where each picture of a sample grid lies, as JSON."""
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
