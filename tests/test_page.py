@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image, PngImagePlugin
 from synthetic_run import config, heldout, metrics, synthetic_run
 
 from leangrpo import charts
 from leangrpo.errors import LeanError
 from leangrpo.page import render, write_page
+from leangrpo.pictures import cut_out
 from leangrpo.runfolder import Run, read_run
 
 VOID = {"meta", "link", "img", "input", "br"}
@@ -161,6 +163,57 @@ def test_many_evaluations_are_thinned(tmp_path: Path) -> None:
     assert len(shown) == 24 and shown[0] == 0 and shown[-1] == 60
 
 
+@pytest.mark.parametrize("schedule", ["native", "retain", "reweight"])
+def test_schedule_has_its_line_below_the_title(schedule: str) -> None:
+    run = Run(Path("none"), {"recipe": "r", "schedule": schedule}, [], [], None)
+    assert f"Schedule <b>{schedule}</b>: " in render(run).split("</header>")[0]
+
+
+def test_long_list_of_prompts_is_cut() -> None:
+    rows = [{"prompt": f"p{i}", "reward": 0.0, "exact": None} for i in range(205)]
+    line = {"update": 0, "reward": 0.0, "exact": None, "per_prompt": rows}
+    page = Page(render(Run(Path("none"), {}, [], [line], None)))
+    words = " ".join(page.text)
+    assert "The first 200 of 205, at update 0;" in words
+    assert "p199" in words and "p200" not in words
+
+
+def test_nothing_but_nulls() -> None:
+    """What a run of rewards that are never finite leaves behind."""
+    kept = {"update", "schedule", "selected_steps", "time", "memory", "rewards"}
+    lines = []
+    for n in (1, 2, 3):
+        line = {k: v if k in kept else None for k, v in metrics(n, 3).items()}
+        line["time"] = dict.fromkeys(line["time"])
+        lines.append({**line, "rewards": {"ocr": None}})
+    rows = [{"prompt": "a", "reward": None, "exact": None}]
+    evaluations = [
+        {"update": n, "reward": None, "exact": None, "grid": None, "per_prompt": rows}
+        for n in (0, 3)
+    ]
+    page = Page(render(Run(Path("none"), {"recipe": None}, lines, evaluations, {})))
+    words = " ".join(page.text)
+    assert "None" not in words and "nan" not in words and page.all("polyline") == []
+
+
+def test_page_is_replaced_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_page(folder)
+    assert path == folder / "report.html"
+    before, names = path.read_bytes(), sorted(p.name for p in folder.iterdir())
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("leangrpo.runfolder.os.replace", refuse)
+        with pytest.raises(LeanError, match=r"report\.html cannot be written: No space"):
+            write_page(folder)
+    assert path.read_bytes() == before
+    write_page(folder)
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in folder.iterdir()) == names
+
+
 def test_missing_numbers_leave_gaps() -> None:
     gaps = [metrics(n, 5) for n in range(1, 6)]
     gaps[2] = {**gaps[2], "reward_mean": None, "reward_std": None, "grad_norm": None}
@@ -176,6 +229,15 @@ def test_a_lost_or_foreign_picture_is_left_out(tmp_path: Path) -> None:
     (folder / "samples" / "000002.png").unlink()
     page = Page(render(read_run(folder)))
     assert len(page.all("img")) == 2 and page.all("input") == []
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"width": 96, "height": 96, "factor": 0}'])
+def test_sheet_that_does_not_say_where_its_pictures_lie(tmp_path: Path, text: str | None) -> None:
+    info = PngImagePlugin.PngInfo()
+    if text is not None:
+        info.add_text("leangrpo:grid", text)
+    Image.new("RGB", (40, 20)).save(tmp_path / "a.png", pnginfo=info)
+    assert len(cut_out(tmp_path / "a.png")) == 1
 
 
 def test_large_pictures_are_made_small(tmp_path: Path) -> None:

@@ -44,6 +44,17 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
 
 
+def age_board(folder: Path) -> None:
+    """Put TensorBoard's files a second back.
+
+    Their names are `events.out.tfevents.<second>.<host>.<pid>.<counter>` and are read in the order
+    of text, so of two writers in one second the tenth would come before the ninth.
+    """
+    for path in (folder / "tensorboard").iterdir():
+        second, rest = path.name.removeprefix("events.out.tfevents.").split(".", 1)
+        path.rename(path.with_name(f"events.out.tfevents.{int(second) - 1:010d}.{rest}"))
+
+
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = synthetic_run(tmp_path / "run", updates=3, every=3)
     assert {path.name for path in folder.iterdir()} == {
@@ -114,6 +125,7 @@ def test_non_finite_numbers_become_null(tmp_path: Path) -> None:
 
 def test_resume_drops_what_comes_again(tmp_path: Path) -> None:
     synthetic_run(tmp_path, updates=4, every=2, finish=False)
+    age_board(tmp_path)
     whole = {
         name: (tmp_path / name).read_bytes() for name in ("metrics.jsonl", "evaluations.jsonl")
     }

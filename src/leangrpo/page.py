@@ -270,6 +270,8 @@ def _time(run: Run) -> str:
     averages = {n: mean([t.get(n, 0.0) for t in times]) or 0.0 for n in names}
     total = math.fsum(averages.values()) or 1.0
     names = [n for n in names if averages[n] > 0]
+    if not names:
+        return ""
     ends = (float(run.metrics[runs[0][-1]]["update"]), float(run.metrics[-1]["update"]))
     label = "Seconds of each update by stage; the means are in the table beside it"
     chart = stacked_bars(

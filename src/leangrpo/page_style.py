@@ -135,7 +135,11 @@ footer { padding-top: 44px; padding-bottom: 36px; }
   .scroll { max-height: none; overflow: visible; }
   .scroll thead th { position: static; }
   .cards { grid-template-columns: repeat(4, 1fr); }
-  figure, tr, .tiles { break-inside: avoid; }
+  .pair { grid-template-columns: 1fr 1fr; }
+  .chart { min-width: 0; }
+  section { margin-top: 26px; }
+  th, td { padding: 3px 10px; }
+  figure, tr, .tiles, .pair { break-inside: avoid; }
   h2 { break-after: avoid; }
 }
 """
