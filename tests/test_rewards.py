@@ -17,13 +17,12 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-import leangrpo.rewards as rewards
+import leangrpo.ocr as ocr_module
 from leangrpo.config import REWARDS as CONFIG_REWARDS
 from leangrpo.errors import LeanError, RewardError
+from leangrpo.ocr import FLOOR, Recogniser, recogniser
 from leangrpo.rewards import (
-    FLOOR,
     REWARDS,
-    Recogniser,
     Scorer,
     check_prompts,
     edit_distance,
@@ -33,7 +32,6 @@ from leangrpo.rewards import (
     ocr_exact,
     ocr_formula,
     ocr_log_prob,
-    recogniser,
     wanted_text,
 )
 
@@ -170,7 +168,7 @@ def test_nothing_of_rapidocr_is_imported() -> None:
 def test_a_missing_package_is_named(monkeypatch, missing) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        rewards.importlib.util, "find_spec", lambda name: None if name == missing else real(name)
+        ocr_module.importlib.util, "find_spec", lambda name: None if name == missing else real(name)
     )
     with pytest.raises(LeanError, match=rf'package {missing}.*pip install "leangrpo\[ocr\]"'):
         load_reward("ocr_exact")
@@ -178,7 +176,7 @@ def test_a_missing_package_is_named(monkeypatch, missing) -> None:
 
 
 def test_a_missing_model_file_is_named(monkeypatch) -> None:
-    monkeypatch.setattr(rewards, "MODEL_FILE", "other.onnx")
+    monkeypatch.setattr(ocr_module, "MODEL_FILE", "other.onnx")
     with pytest.raises(LeanError, match=r"no file models/other\.onnx.*rapidocr>=3\.10"):
         load_reward("ocr")
 

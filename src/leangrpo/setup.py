@@ -26,7 +26,8 @@ from .stopwatch import Stopwatch
 @dataclass
 class Setup:
     """What the loop works with. `judge` scores evaluations, `start` counts updates already done,
-    `advantages` `(P, M)` are those of the last update."""
+    `advantages` `(P, M)` are those of the last update. `whole` is false from an optimizer step
+    until its update has been counted: the weights are then no update's."""
 
     config: Config
     policy: Policy
@@ -41,6 +42,7 @@ class Setup:
     stds: list[float]
     start: int
     device: torch.device
+    whole: bool = field(default=True, init=False)
     advantages: Tensor = field(init=False)
 
     def __post_init__(self) -> None:

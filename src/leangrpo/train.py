@@ -25,6 +25,7 @@ from .errors import LeanError
 from .evaluation import Evaluation, evaluate
 from .noise import generator
 from .policy import Policy
+from .runfolder import EVALUATIONS, read_lines
 from .schedules import Schedule, Statistics
 from .selection import select
 from .setup import Setup, set_up
@@ -57,21 +58,22 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
 
     try:
         with s.scorer, s.judge, _interrupt() as interrupted:
-            if done == 0 and s.heldout:
-                _evaluate(s, 0)
+            if _is_due(s, done):  # also one that a failure has left out
+                _evaluate(s, done)
             while done < config.updates and not interrupted.is_set():
                 line = one_update(s, done)
-                done += 1
-                if s.heldout and (done % config.evaluation.every == 0 or done == config.updates):
-                    _evaluate(s, done)
                 record.metrics(line)
+                done += 1
+                s.whole = True
+                if _is_due(s, done):
+                    _evaluate(s, done)
                 if done % config.checkpoint.every == 0:
                     keep(done)
             if interrupted.is_set() and done < config.updates:
                 stopped = "interrupted"
             keep(done)
     except BaseException as error:
-        if done > max(saved, 0):
+        if done > max(saved, 0) and s.whole:
             keep(done)
         record.failed(error, done)
         raise
@@ -161,6 +163,7 @@ def step(s: Setup, update: int) -> tuple[float, bool]:
             f"The gradient of update {update + 1} is not finite. The weights are those of update "
             f"{update}. Lower optimizer.lr, or use model.dtype=float32."
         )
+    s.whole = False
     s.optimizer.step()
     s.optimizer.zero_grad(set_to_none=True)
     return norm, True
@@ -229,6 +232,15 @@ def _line(
             "ledger_bytes": statistics.ledger_bytes,
         },
     }
+
+
+def _is_due(s: Setup, update: int) -> bool:
+    """Whether the held-out prompts are to be scored after this many updates, and are not yet."""
+    due = update % s.config.evaluation.every == 0 or update == s.config.updates
+    if not s.heldout or not due:
+        return False
+    lines = read_lines(Path(s.record.folder) / EVALUATIONS)
+    return all(line["update"] != update for line in lines)
 
 
 def _evaluate(s: Setup, update: int) -> None:

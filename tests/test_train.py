@@ -1,0 +1,620 @@
+"""The loop: schedules agree, a run resumes bitwise, and a mistake leaves something to go on from."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from leangrpo import train as loop
+from leangrpo.checkpoint import newest
+from leangrpo.config import Config, load_config
+from leangrpo.data import SampleKey
+from leangrpo.errors import LeanError, RewardError
+from leangrpo.report import read_run
+from leangrpo.setup import Setup, set_up
+from leangrpo.train import draw_prompts, one_update, step, train
+
+SCHEDULES = ("native", "retain", "reweight")
+RELATIVE = 5e-6
+"""What reweight may differ by from native in float32: it multiplies by A after the backward."""
+
+SMALL = (
+    "rollout={prompts: 2, generations: 2, micro_batch: 1}",
+    "sampling.steps=3",
+    "selection.fraction=1.0",
+    "evaluation={prompts: 4, grid: 2, rewards: []}",
+    "checkpoint.every=1",
+    "updates=2",
+)
+
+# -- rewards, named `test_train:...` in the settings -----------------------------------------------
+
+MOOD: dict[str, Any] = {"calls": 0, "from": math.inf, "act": None}
+
+
+def brightness(images: Tensor, prompts: list[str], metadata: list[Any]) -> Tensor:
+    return images.mean(dim=(1, 2, 3))
+
+
+def constant(images: Tensor, prompts: list[str], metadata: list[Any]) -> list[float]:
+    return [0.3] * len(prompts)
+
+
+def moody(images: Tensor, prompts: list[str], metadata: list[Any]) -> Any:
+    """As `brightness`, until its calls reach `MOOD["from"]`; then what `MOOD["act"]` says."""
+    MOOD["calls"] += 1
+    scores = brightness(images, prompts, metadata)
+    return MOOD["act"](scores) if MOOD["calls"] >= MOOD["from"] else scores
+
+
+def raising(scores: Tensor) -> Tensor:
+    raise RuntimeError("no disk\nleft")
+
+
+@pytest.fixture
+def mood() -> Iterator[dict[str, Any]]:
+    before = dict(MOOD)
+    yield MOOD
+    MOOD.update(before)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Stable Diffusion 3 on the disk and prompts for it."""
+    root = tmp_path_factory.mktemp("model")
+    tiny.save(tiny.tiny_sd3(), root / "sd3")
+    (root / "prompts.txt").write_text("a cat\na dog\na cup\na car\na hat\n", encoding="utf-8")
+    (root / "one.txt").write_text("a cat\n", encoding="utf-8")
+    return root
+
+
+@pytest.fixture(scope="module")
+def settings(folder: Path) -> Callable[..., Config]:
+    """Settings of a small run of the tiny pipeline; overrides come last."""
+
+    def make(run: Path | None, *overrides: str) -> Config:
+        base = [
+            *SMALL,
+            f"model.pipeline={folder / 'sd3'}",
+            "sampling.height=16",
+            "sampling.width=16",
+            "sampling.call={max_sequence_length: 16}",
+            f"prompts.train={folder / 'prompts.txt'}",
+            f"prompts.heldout={folder / 'prompts.txt'}",
+            "rewards=[{name: 'test_train:brightness'}]",
+            "optimizer.lr=1e-3",
+        ]
+        return load_config("embedded", [*base, f"run.dir={run}", *overrides])
+
+    return make
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """What has to be the same bit by bit."""
+    metrics = read_run(run).metrics
+    return [{k: v for k, v in line.items() if k not in ("time", "memory")} for line in metrics]
+
+
+def evaluations(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in e.items() if k != "seconds"} for e in read_run(run).evaluations]
+
+
+def sha(run: Path) -> str:
+    summary = read_run(run).summary
+    assert summary is not None
+    return str(summary["weights_sha256"])
+
+
+def optimizer_state(run: Path) -> dict[str, Tensor]:
+    found, complaints = newest(run / "checkpoints")
+    assert found is not None
+    assert complaints == []
+    return load_file(found.folder / "optimizer.safetensors")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert lines(one) == lines(other)
+    assert evaluations(one) == evaluations(other)
+    assert sha(one) == sha(other)
+    mine, theirs = optimizer_state(one), optimizer_state(other)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.fixture(scope="module")
+def whole(settings: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four updates that nothing disturbed."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    train(settings(run, "updates=4", "evaluation.every=2"), quiet=True)
+    return run
+
+
+# -- the three schedules ---------------------------------------------------------------------------
+
+
+def first_update(config: Config, *, move: float = 0.0) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """The line, the gradient and the weights of a first update; `move` disturbs the start."""
+    s = set_up(config, quiet=True)
+    gradients: list[Tensor] = []
+
+    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+        gradients.extend(p.grad.flatten().double().clone() for p in s.policy.parameters)
+
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(5)
+        for p in s.policy.parameters:
+            p += move * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    # The norm is of the unclipped gradient; the vector is compared as the optimizer gets it.
+    hook = s.optimizer.register_step_pre_hook(look)
+    with s.scorer, s.judge:
+        line = one_update(s, 0)
+    hook.remove()
+    s.record.close()
+    weights = torch.cat([p.detach().flatten().double() for p in s.policy.parameters])
+    return line, torch.cat(gradients), weights
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+CASES = {
+    "plain": (0.0, []),
+    "micro_batch": (0.0, ["rollout.micro_batch=2"]),
+    "kl": (0.02, ["objective.kl=0.04"]),
+    "kl_micro_batch": (0.02, ["objective.kl=0.04", "rollout.micro_batch=2"]),
+    "kl_in_reward": (0.02, ["objective.kl_in_reward=0.1"]),
+    "global": (0.0, ["advantage.std=global"]),
+    "lora": (0.02, ["model.train=lora", "model.lora.rank=4", "objective.kl=0.04"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_first_update(case: str, settings: Callable[..., Config], tmp_path: Path) -> None:
+    """Retain is native bit by bit; reweight is native up to rounding."""
+    move, overrides = CASES[case]
+    config = {s: settings(tmp_path / s, f"schedule={s}", *overrides) for s in SCHEDULES}
+    found = {s: first_update(config[s], move=move) for s in SCHEDULES}
+    native, gradient, weights = found["native"]
+    assert native["grad_norm"] > 0 and native["reward_std"] > 0 and native["optimizer_stepped"]
+    if "objective.kl=0.04" in overrides:
+        assert native["kl"] > 0
+    for schedule in ("retain", "reweight"):
+        line, other, moved = found[schedule]
+        for name in ("reward_mean", "reward_std", "rewards", "selected_steps", "advantage_std"):
+            assert line[name] == native[name], name
+        if schedule == "retain":
+            assert {**line, "schedule": 0, "time": 0, "memory": 0} == {
+                **native,
+                "schedule": 0,
+                "time": 0,
+                "memory": 0,
+            }
+            assert torch.equal(other, gradient)
+            assert torch.equal(moved, weights)
+        else:
+            assert line["grad_norm"] == pytest.approx(native["grad_norm"], rel=RELATIVE)
+            assert line["loss"] == pytest.approx(native["loss"], rel=RELATIVE, abs=1e-12)
+            assert distance(other, gradient) < RELATIVE
+            # AdamW's first step is lr * sign(g): where g is rounding, the sign is free, and a
+            # weight may end 2 lr away; nowhere more, and only in so many places.
+            assert float((moved - weights).abs().max()) <= 2.001 * config[schedule].optimizer.lr
+            assert distance(moved, weights) < 1e-3
+
+
+def test_float64_leaves_nothing_to_rounding(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    found = [
+        first_update(settings(tmp_path / s, f"schedule={s}", "model.dtype=float64"))
+        for s in ("native", "reweight")
+    ]
+    assert distance(found[1][1], found[0][1]) < 1e-12
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_embedded_pipeline(schedule: str, tmp_path: Path) -> None:
+    """The recipe's own pipeline and reward, against numbers that all schedules share."""
+    overrides = [*SMALL, f"schedule={schedule}", "prompts.heldout=null", f"run.dir={tmp_path}/r"]
+    line, _, _ = first_update(load_config("embedded", overrides))
+    EMBEDDED.setdefault("reward", line["reward_mean"])
+    EMBEDDED.setdefault("norm", line["grad_norm"])
+    assert line["reward_mean"] == EMBEDDED["reward"]
+    assert line["grad_norm"] == pytest.approx(EMBEDDED["norm"], rel=RELATIVE)
+
+
+EMBEDDED: dict[str, float] = {}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "calls"), [("retain", [3] * 4), ("reweight", [3] * 4), ("native", [3] * 4 + [2])]
+)
+def test_denoiser_calls(
+    schedule: str, calls: list[int], settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    """T for each sample; native S more for each, which is all there is to save."""
+    s = set_up(settings(tmp_path / "run", f"schedule={schedule}"), quiet=True)
+    count = []
+    s.policy.denoisers[0].register_forward_pre_hook(lambda *_: count.append(1))
+    with s.scorer, s.judge:
+        line = one_update(s, 0)
+    s.record.close()
+    assert line["selected_steps"] == [0, 1]
+    assert len(count) == 4 * (3 + (2 if schedule == "native" else 0))
+
+
+# -- selection, advantages, prompts ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "allowed"),
+    [
+        ("{rule: fraction, fraction: 0.5}", [[0, 1]]),
+        ("{rule: list, steps: [2]}", [[2]]),
+        ("{rule: window, fraction: 1.0, size: 2, range: [1, 4]}", [[1, 2], [2, 3]]),
+        ("{rule: window, size: 1, outside: deterministic}", [[0], [1], [2], [3]]),
+    ],
+)
+def test_selection(
+    rule: str, allowed: list[list[int]], settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = settings(
+        tmp_path / "run", "sampling.steps=5", f"selection={rule}", "prompts.heldout=null"
+    )
+    train(config, quiet=True)
+    assert all(line["selected_steps"] in allowed for line in lines(tmp_path / "run"))
+    assert all(line["optimizer_stepped"] for line in lines(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_dead_batch_moves_nothing(
+    schedule: str, settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Momentum and weight decay would move the weights even without a gradient."""
+    rewards = "rewards=[{name: 'test_train:constant'}]"
+    s = set_up(settings(tmp_path / "run", f"schedule={schedule}", rewards), quiet=True)
+    before = [p.detach().clone() for p in s.policy.parameters]
+    with s.scorer, s.judge:
+        line = one_update(s, 0)
+    s.record.close()
+    assert (line["optimizer_stepped"], line["zero_variance_groups"]) == (False, 2)
+    assert (line["reward_std"], line["grad_norm"], line["loss"]) == (0.0, 0.0, 0.0)
+    for mine, then in zip(s.policy.parameters, before, strict=True):
+        assert torch.equal(mine, then)
+
+
+def test_a_prompt_drawn_twice_makes_two_groups(
+    settings: Callable[..., Config], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = set_up(settings(tmp_path / "run", f"prompts.train={folder / 'one.txt'}"), quiet=True)
+    sample, seen = s.policy.sample, []
+
+    def look(prompts: list[str], keys: list[SampleKey], **kwargs: Any) -> Any:
+        rollout = sample(prompts, keys, **kwargs)
+        seen.append((prompts, keys, rollout.images))
+        return rollout
+
+    monkeypatch.setattr(s.policy, "sample", look)
+    with s.scorer, s.judge:
+        one_update(s, 0)
+    s.record.close()
+    assert [prompts for prompts, _, _ in seen] == [["a cat"]] * 4
+    assert len({key for _, keys, _ in seen for key in keys}) == 4
+    for i, (_, _, image) in enumerate(seen):
+        assert not any(torch.equal(image, other) for _, _, other in seen[:i])
+
+
+def test_prompts_come_once_in_each_epoch() -> None:
+    prompts = [f"prompt {i}" for i in range(7)]
+    drawn = [p for update in range(14) for p in draw_prompts(prompts, 3, update, 2)]
+    epochs = [drawn[i : i + 7] for i in range(0, 28, 7)]
+    assert all(sorted(epoch) == prompts for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert draw_prompts(prompts, 3, 9, 2) == drawn[18:20], "a resumed run needs no position"
+    assert drawn != [p for update in range(14) for p in draw_prompts(prompts, 4, update, 2)]
+    assert len(draw_prompts(["one"], 0, 5, 3)) == 3
+
+
+def test_a_gradient_that_is_not_finite_is_not_stepped(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    s = set_up(settings(tmp_path / "run"), quiet=True)
+    s.record.close()
+    before = s.policy.parameters[0].detach().clone()
+    for p in s.policy.parameters:
+        p.grad = torch.full_like(p, torch.inf)
+    with pytest.raises(LeanError, match=r"gradient of update 3 is not finite. The weights are tho"):
+        step(s, 2)
+    assert torch.equal(s.policy.parameters[0], before)
+
+
+# -- going on --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wound", [False, True])
+def test_two_and_two_updates_are_four(
+    wound: bool, whole: Path, settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Also when a kill left lines beyond the checkpoint and half of one."""
+    run = tmp_path / "run"
+    train(settings(run, "updates=2", "evaluation.every=2"), quiet=True)
+    if wound:
+        late = {**read_run(whole).metrics[2], "reward_mean": -1.0}
+        with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(late) + "\n" + json.dumps(late)[:70])
+        with (run / "evaluations.jsonl").open("a", encoding="utf-8") as file:
+            file.write('{"update": 4, "reward": -1.0}\n{"upda')
+        (run / "checkpoints" / ".000003.partial").mkdir()
+        (run / "samples" / "000004.png").write_bytes(b"half a picture")
+    summary = train(settings(run, "updates=4", "evaluation.every=2"), resume=True, quiet=True)
+    assert (summary["updates"], summary["stopped"]) == (4, "finished")
+    assert_same_run(run, whole)
+
+
+def test_resuming_a_finished_run_changes_nothing(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = settings(tmp_path / "run")
+    train(config, quiet=True)
+    before = lines(tmp_path / "run"), evaluations(tmp_path / "run"), sha(tmp_path / "run")
+    summary = train(config, resume=True, quiet=True)
+    assert summary["updates"] == 2
+    assert (lines(tmp_path / "run"), evaluations(tmp_path / "run"), sha(tmp_path / "run")) == before
+
+
+def test_a_damaged_checkpoint_costs_updates_not_the_run(
+    whole: Path, settings: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    config = settings(run, "updates=4", "evaluation.every=2")
+    train(settings(run, "updates=3", "evaluation.every=2"), quiet=True)
+    (run / "checkpoints" / "000003" / "optimizer.safetensors").write_bytes(b"")
+    train(config, resume=True, quiet=True)
+    assert "000003 is damaged: optimizer.safetensors" in capsys.readouterr().out
+    # `updates=3` made an evaluation at its end, which belongs to the first run only.
+    assert [e["update"] for e in evaluations(run)] == [0, 2, 4]
+    assert_same_run(run, whole)
+
+
+def test_refusals(whole: Path, settings: Callable[..., Config], tmp_path: Path) -> None:
+    before = sha(whole)
+    with pytest.raises(LeanError, match="it already holds a run. Resume it, or name another"):
+        train(settings(whole))
+    with pytest.raises(LeanError, match="made with other settings: going on would not be the same"):
+        train(settings(whole, "updates=5", "seed=1"), resume=True)
+    with pytest.raises(LeanError, match="there is no run to resume. Leave out --resume"):
+        train(settings(tmp_path / "nowhere"), resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").touch()
+    with pytest.raises(LeanError, match="there is no run to resume"):
+        train(settings(tmp_path / "other"), resume=True)
+    assert [p.name for p in tmp_path.rglob("*")] == ["other", "letter.txt"]
+    assert sha(whole) == before
+
+
+# -- rewards that fail -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (raising, r"`test_train:moody` raised RuntimeError: no disk"),
+        (lambda s: s * math.nan, r"gave NaN or infinite scores: 1 of 1, .* on_bad_reward"),
+        (lambda s: [1.0, 2.0, 3.0], r"returned 3 scores for 1 images"),
+    ],
+)
+def test_a_reward_fails_and_is_mended(
+    act: Callable[[Tensor], Any],
+    message: str,
+    mood: dict[str, Any],
+    settings: Callable[..., Config],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rewards = ("rewards=[{name: 'test_train:moody'}]", "prompts.heldout=null", "checkpoint.every=9")
+    mood.update({"calls": 0, "from": 6, "act": act})
+    with pytest.raises(RewardError, match=message) as caught:
+        train(settings(tmp_path / "run", *rewards), quiet=True)
+    assert "\n" not in str(caught.value)
+    out = capsys.readouterr().out
+    assert f"1 updates are saved in {tmp_path / 'run'}; once the cause is mended" in out
+    assert (tmp_path / "run" / "checkpoints" / "000001" / "state.json").is_file()
+    assert not (tmp_path / "run" / "summary.json").exists()
+    mood["from"] = math.inf
+    train(settings(tmp_path / "run", *rewards), resume=True, quiet=True)
+    train(settings(tmp_path / "other", *rewards), quiet=True)
+    assert_same_run(tmp_path / "run", tmp_path / "other")
+
+
+def test_a_failing_evaluation_is_made_up_for(
+    mood: dict[str, Any], settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Training calls are 8 of two updates; the fifth batch of pictures is an evaluation's."""
+    config = settings(tmp_path / "run", "rewards=[{name: 'test_train:moody'}]")
+    mood.update({"calls": 0, "from": 10, "act": raising})
+    with pytest.raises(RewardError):
+        train(config, quiet=True)
+    assert [line["update"] for line in lines(tmp_path / "run")] == [1, 2]
+    assert [e["update"] for e in evaluations(tmp_path / "run")] == [0]
+    mood["from"] = math.inf
+    train(config, resume=True, quiet=True)
+    train(
+        config.model_copy(
+            update={"run": config.run.model_copy(update={"dir": str(tmp_path / "other")})}
+        ),
+        quiet=True,
+    )
+    assert_same_run(tmp_path / "run", tmp_path / "other")
+
+
+def test_bad_scores_can_be_left_out(
+    mood: dict[str, Any], settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    mood.update({"calls": 0, "from": 6, "act": lambda s: s * math.nan})
+    overrides = ("rewards=[{name: 'test_train:moody'}]", "on_bad_reward=exclude", "updates=3")
+    train(settings(tmp_path / "run", "prompts.heldout=null", *overrides), quiet=True)
+    first, second, third = lines(tmp_path / "run")
+    assert (first["excluded"], second["excluded"], third["excluded"]) == (0, 3, 4)
+    # One finite score is no comparison: no group has an advantage, nothing moves.
+    assert (second["zero_variance_groups"], second["optimizer_stepped"]) == (2, False)
+    assert third["reward_mean"] is None
+    assert third["rewards"] == {"test_train:moody": None}
+
+
+# -- being stopped ---------------------------------------------------------------------------------
+
+
+def test_an_exception_after_the_step_does_not_count_it(
+    whole: Path, settings: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are those of update 2, and the run knows of 1: they must not be saved as 1."""
+    config = settings(tmp_path / "run", "updates=4", "evaluation.every=2", "checkpoint.every=9")
+    make = loop._line
+
+    def stop(s: Setup, update: int, *rest: Any) -> dict[str, Any]:
+        if update == 1:
+            raise KeyboardInterrupt
+        return make(s, update, *rest)
+
+    monkeypatch.setattr(loop, "_line", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, quiet=True)
+    monkeypatch.undo()
+    train(config, resume=True, quiet=True)
+    assert_same_run(tmp_path / "run", whole)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.02)
+
+
+def num_lines(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
+
+
+def test_ctrl_c(settings: Callable[..., Config], tmp_path: Path) -> None:
+    """The update is finished and saved, the way on is said, and the exit code is 130."""
+    from leangrpo.config import to_yaml
+
+    config = settings(
+        tmp_path / "run", "updates=1000", "prompts.heldout=null", "checkpoint.every=1000",
+        "rewards=[{name: jpeg_compressibility}]", "run.dir=run",
+    )  # fmt: skip
+    (tmp_path / "mine.yaml").write_text(to_yaml(config), encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "leangrpo", "train", "mine.yaml"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: num_lines(tmp_path / "run") >= 2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "Finishing this update, then saving. Once more to stop at once." in out
+    assert "go on with: leangrpo train run --resume" in out
+    found, _ = newest(tmp_path / "run" / "checkpoints")
+    assert found is not None
+    assert found.update == num_lines(tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["stopped"], summary["updates"]) == ("interrupted", found.update)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Any:
+    """Real processes that need no time to import torch: forked from one that has."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [
+            "leangrpo.train",
+            "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
+            "torch.utils.tensorboard",
+        ]
+    )
+    return context
+
+
+def test_sigterm(processes: Any, settings: Callable[..., Config], tmp_path: Path) -> None:
+    """What a batch system sends before it kills."""
+    config = settings(
+        tmp_path / "run", "updates=1000", "prompts.heldout=null", "checkpoint.every=1000",
+        "rewards=[{name: jpeg_compressibility}]",
+    )  # fmt: skip
+    process = processes.Process(target=train, args=(config,), kwargs={"quiet": True})
+    process.start()
+    try:
+        wait_for(lambda: num_lines(tmp_path / "run") >= 1)
+        process.terminate()
+        process.join(60)
+    finally:
+        process.kill()
+    assert process.exitcode == 0
+    summary = read_run(tmp_path / "run").summary
+    assert summary is not None
+    assert summary["stopped"] == "interrupted"
+    found, _ = newest(tmp_path / "run" / "checkpoints")
+    assert found is not None
+    assert found.update == summary["updates"]
+
+
+@pytest.mark.parametrize("num", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_any_moment(
+    num: int, processes: Any, settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    """SIGKILL while it loads, samples, writes a line or a checkpoint: the weights come out equal."""
+    draw = random.Random(num)
+    overrides = (f"updates={max(4, num // 2)}", "evaluation.every=3", "checkpoint.every=1")
+    overrides = (*overrides, "rewards=[{name: jpeg_compressibility}]")
+    began = time.monotonic()
+    run(processes, settings(tmp_path / "whole", *overrides))
+    lasted = time.monotonic() - began
+    config = settings(tmp_path / "run", *overrides)
+    for _ in range(num):
+        process = start(processes, config)
+        process.join(draw.uniform(0.1, 1.0) * lasted * (0.6 if num < 10 else 0.3))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(60)
+        assert process.exitcode in (0, -signal.SIGKILL)
+    run(processes, config)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def start(processes: Any, config: Config) -> Any:
+    assert config.run.dir
+    resume = (Path(config.run.dir) / "config.yaml").is_file()
+    process = processes.Process(
+        target=train, args=(config,), kwargs={"quiet": True, "resume": resume}
+    )
+    process.start()
+    return process
+
+
+def run(processes: Any, config: Config) -> None:
+    process = start(processes, config)
+    process.join(120)
+    assert process.exitcode == 0
