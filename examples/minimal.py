@@ -9,17 +9,7 @@ import sys
 
 import torch
 
-from leangrpo import (
-    Native,
-    Policy,
-    Retain,
-    Reweight,
-    SampleKey,
-    Sampling,
-    group_advantages,
-    load_pipeline,
-    make_trainable,
-)
+import leangrpo as lean
 
 PROMPTS = ["the number 47 in blue", "the number 12 in red"]
 GENERATIONS, SELECTED = 6, [1, 3, 5]
@@ -32,13 +22,14 @@ def whiteness(images: torch.Tensor) -> torch.Tensor:
 
 def main(name: str = "reweight", updates: int = 8) -> list[float]:
     """Train and return the mean reward of every update."""
-    pipe = load_pipeline("embedded")
-    make_trainable(pipe, "full")
-    policy = Policy(pipe, Sampling(steps=10, guidance=1.0), kernel="flow_sde", noise_level=0.7)
+    pipe = lean.load_pipeline("embedded")
+    lean.make_trainable(pipe, "full")
+    sampling = lean.Sampling(steps=10, guidance=1.0)
+    policy = lean.Policy(pipe, sampling, kernel="flow_sde", noise_level=0.7)
     schedule = {
-        "native": lambda: Native(policy, replay=policy.replay),
-        "retain": lambda: Retain(policy),
-        "reweight": lambda: Reweight(policy),
+        "native": lambda: lean.Native(policy, replay=policy.replay),
+        "retain": lambda: lean.Retain(policy),
+        "reweight": lambda: lean.Reweight(policy),
     }[name]()
     optimizer = torch.optim.AdamW(policy.parameters, lr=1e-4)
     history = []
@@ -46,17 +37,14 @@ def main(name: str = "reweight", updates: int = 8) -> list[float]:
         schedule.begin(len(PROMPTS) * GENERATIONS, len(SELECTED))
         rewards = torch.zeros(len(PROMPTS), GENERATIONS)
         for p, prompt in enumerate(PROMPTS):
-            keys = [SampleKey(update, p, g) for g in range(GENERATIONS)]
+            keys = [lean.SampleKey(update, p, g) for g in range(GENERATIONS)]
             for g, key in enumerate(keys):
+                options = {"selected": SELECTED, "grad": schedule.needs_graph}
                 rollout = policy.sample(
-                    [prompt],
-                    [key],
-                    selected=SELECTED,
-                    grad=schedule.needs_graph,
-                    on_transition=schedule.transition,
+                    [prompt], [key], **options, on_transition=schedule.transition
                 )
                 rewards[p, g] = whiteness(rollout.images)
-            advantages = group_advantages(rewards[p : p + 1])[0]
+            advantages = lean.group_advantages(rewards[p : p + 1])[0]
             schedule.advantages(dict(zip(keys, advantages.tolist(), strict=True)))
         schedule.finish()
         torch.nn.utils.clip_grad_norm_(policy.parameters, 1.0)

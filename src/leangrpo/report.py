@@ -195,6 +195,10 @@ class RunRecord:
             f"{line['time']['images_per_s']:.1f} images/s  [{stages} s]  {_duration(left)} left"
         )
 
+    def note(self, text: str) -> None:
+        """Say something a user should know, in the log and on the terminal."""
+        self._say(f"note: {text}")
+
     def _say(self, text: str, *, update: int | None = None, always: bool = False) -> None:
         """Into log.txt, and onto the terminal unless quiet."""
         append_line(self.folder / LOG, text)

@@ -164,9 +164,22 @@ def step(s: Setup, update: int) -> tuple[float, bool]:
             f"{update}. Lower optimizer.lr, or use model.dtype=float32."
         )
     s.whole = False
+    if update == s.start:
+        _name_unreached(s)
     s.optimizer.step()
     s.optimizer.zero_grad(set_to_none=True)
     return norm, True
+
+
+def _name_unreached(s: Setup) -> None:
+    """Say which trainable parameters got no gradient: a few may be by design, all are a mistake."""
+    unreached = [name for name, p in s.policy.named_parameters() if p.grad is None]
+    if unreached:
+        s.record.note(
+            f"{len(unreached)} of {len(s.policy.parameters)} trainable parameters are not reached "
+            f"by the gradient and will not move: {', '.join(unreached[:6])}"
+            + (" ..." if len(unreached) > 6 else "")
+        )
 
 
 def draw_prompts(prompts: list[str], seed: int, update: int, num: int) -> list[str]:
