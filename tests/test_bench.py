@@ -9,6 +9,7 @@ from leangrpo.config import load_config
 from leangrpo.errors import LeanError
 
 SMALL = ["rollout.generations=2", "rollout.micro_batch=2", "sampling.steps=3"]
+SMALL += ["selection={rule: fraction, steps: null}"]
 
 
 def test_every_schedule_is_timed_by_stage(capsys) -> None:

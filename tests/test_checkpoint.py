@@ -43,7 +43,7 @@ def image(policy: Policy) -> torch.Tensor:
 @pytest.mark.parametrize("name", BUILD)
 def test_round_trip_is_bitwise(name, train, tmp_path) -> None:
     policy, optimizer = make(name, train)
-    checkpoint.save(tmp_path, policy, optimizer, {"update": 3}, keep=2)
+    checkpoint.Checkpoints(tmp_path, 2).save(policy, optimizer, {"update": 3})
     found, complaints = checkpoint.newest(tmp_path)
     assert found is not None
     assert (found.update, complaints) == (3, [])
@@ -96,7 +96,7 @@ def test_a_wrong_prefix_is_an_error(tmp_path) -> None:
 
 
 def damage_bytes(folder: Path) -> None:
-    file = folder / "optimizer.safetensors"
+    file = next((folder / "state").glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
@@ -112,14 +112,14 @@ def damage_state(folder: Path) -> None:
 
 
 def damage_missing(folder: Path) -> None:
-    (folder / "optimizer.safetensors").unlink()
+    (next((folder / "state").glob("*.safetensors"))).unlink()
 
 
 @pytest.mark.parametrize("damage", [damage_bytes, damage_length, damage_state, damage_missing])
 def test_a_damaged_checkpoint_is_passed_over(damage, tmp_path) -> None:
     policy, optimizer = make("sd3", "full")
     for update in (1, 2):
-        checkpoint.save(tmp_path, policy, optimizer, {"update": update}, keep=2)
+        checkpoint.Checkpoints(tmp_path, 2).save(policy, optimizer, {"update": update})
     damage(tmp_path / "000002")
     found, complaints = checkpoint.newest(tmp_path)
     assert found is not None
@@ -132,7 +132,7 @@ def test_the_newest_are_kept_and_a_half_written_one_is_no_checkpoint(tmp_path) -
     policy, optimizer = make("sd3", "lora")
     (tmp_path / ".000009.partial").mkdir(parents=True)
     for update in (1, 2, 3):
-        checkpoint.save(tmp_path, policy, optimizer, {"update": update}, keep=2)
+        checkpoint.Checkpoints(tmp_path, 2).save(policy, optimizer, {"update": update})
     assert sorted(p.name for p in tmp_path.glob("[0-9]*")) == ["000002", "000003"]
     found, _ = checkpoint.newest(tmp_path)
     assert found is not None
@@ -141,23 +141,23 @@ def test_the_newest_are_kept_and_a_half_written_one_is_no_checkpoint(tmp_path) -
 
 def test_a_format_of_the_future_is_named(tmp_path) -> None:
     policy, optimizer = make("sd3", "lora")
-    folder = checkpoint.save(tmp_path, policy, optimizer, {"update": 1}, keep=1)
+    folder = checkpoint.Checkpoints(tmp_path, 1).save(policy, optimizer, {"update": 1})
     state: dict[str, Any] = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "format": 99}))
-    with pytest.raises(LeanError, match="has format 99; this version reads up to 1"):
+    with pytest.raises(LeanError, match="has format 99; this version reads up to 2"):
         checkpoint.open_checkpoint(folder)
 
 
 def test_a_full_disk_leaves_the_older_ones(tmp_path, monkeypatch) -> None:
     policy, optimizer = make("sd3", "lora")
-    checkpoint.save(tmp_path, policy, optimizer, {"update": 1}, keep=2)
+    checkpoint.Checkpoints(tmp_path, 2).save(policy, optimizer, {"update": 1})
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_flush", full)
     with pytest.raises(LeanError, match=r"No space left.*--resume"):
-        checkpoint.save(tmp_path, policy, optimizer, {"update": 2}, keep=2)
+        checkpoint.Checkpoints(tmp_path, 2).save(policy, optimizer, {"update": 2})
     found, _ = checkpoint.newest(tmp_path)
     assert found is not None
     assert found.update == 1

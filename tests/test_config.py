@@ -36,7 +36,8 @@ def prompts(tmp_path: Path) -> list[str]:
     """Overrides that make a recipe's files exist whatever the package holds."""
     file = tmp_path / "prompts.txt"
     file.write_text("a cat\n\n# a comment\n  a dog  \n", encoding="utf-8")
-    return [f"prompts.train={file}", "prompts.heldout=null", f"run.dir={tmp_path / 'run'}"]
+    rule = "selection.rule=random"
+    return [rule, f"prompts.train={file}", "prompts.heldout=null", f"run.dir={tmp_path / 'run'}"]
 
 
 def refusal(*overrides: str, source: str | Path | None = None) -> list[str]:
@@ -118,7 +119,7 @@ def test_hash_covers_what_determines_the_numbers() -> None:
         ("run.dir=/some/where", "/some/where"),
         ("rewards.0.weight=2", 2.0),
         ("rewards.1.name=ocr", "ocr"),
-        ("sampling.call.a.b=1", {"a": {"b": 1}}),
+        ("sampling.call.a.b=1", {"max_sequence_length": 0, "a": {"b": 1}}),
         ("sampling.negative_prompt=a=b", "a=b"),
         ("model={train: lora}", "lora"),
     ],
@@ -168,7 +169,7 @@ def test_later_overrides_win() -> None:
         ("=3", "`override` is '=3': it must be setting=value. Example: updates=3."),
         (
             "updates.x=3",
-            "`updates` is 40: it has no settings of its own. Set it as a whole: updates=VALUE.",
+            "`updates` is 50: it has no settings of its own. Set it as a whole: updates=VALUE.",
         ),
         (
             "rewards.7.weight=3",
@@ -406,11 +407,6 @@ def test_unreadable_sources(tmp_path: Path) -> None:
             "would be clipped.",
         ),
         (
-            "model.train=lora model.lora.dropout=0.1",
-            "`model.lora.dropout` is 0.1: schedule reweight trains on the rollout's own "
-            "forward. Set it to 0, or schedule to native.",
-        ),
-        (
             "model.train=lora model.lora.targets=[]",
             "`model.lora.targets` is []: it names no layer. null finds them.",
         ),
@@ -461,8 +457,6 @@ def test_refused_by_check(overrides: str, line: str, prompts: list[str]) -> None
         "selection.last=true sampling.steps=1",
         "rollout.micro_batch=4 schedule=retain",
         "kernel.name=flow_sde_wan kernel.noise_level=null",
-        "model.lora.dropout=0.1",
-        "model.train=lora model.lora.dropout=0.1 schedule=native",
         "model.pipeline=someone/some-model.v1",
         "rewards.0.name=os.path:join",
     ],

@@ -12,7 +12,7 @@ import torch
 
 from leangrpo.data import SampleKey
 from leangrpo.errors import LeanError
-from leangrpo.loading import attention_targets, make_trainable
+from leangrpo.loading import attention_targets, copy_denoisers, make_trainable
 from leangrpo.policy import Policy, Sampling
 
 BUILD = {"sd3": tiny.tiny_sd3, "flux": tiny.tiny_flux, "wan": tiny.tiny_wan, "sd": tiny.tiny_sd}
@@ -250,8 +250,8 @@ def test_the_trainable_set_survives_the_reference() -> None:
 def test_the_reference_is_the_start(train) -> None:
     pipe = tiny.tiny_sd3()
     make_trainable(pipe, train, rank=2, alpha=4)
-    policy = make("sd3", pipe=pipe)
-    policy.keep_reference()
+    reference = copy_denoisers(pipe) if train == "full" else None
+    policy = make("sd3", pipe=pipe, reference=reference)
     (t,) = sample(policy, selected=[1], grad=True, decode=False).transitions
     policy.with_kl(t)
     assert float(t.kl.detach()) == 0
@@ -267,7 +267,7 @@ def test_the_reference_is_the_start(train) -> None:
 def test_no_reference_no_kl() -> None:
     policy = make("sd3")
     (t,) = sample(policy, selected=[1], grad=True, decode=False).transitions
-    with pytest.raises(LeanError, match="keep_reference"):
+    with pytest.raises(LeanError, match="copy_denoisers"):
         policy.with_kl(t)
 
 

@@ -37,7 +37,7 @@ RELATIVE = 5e-6
 SMALL = (
     "rollout={prompts: 2, generations: 2, micro_batch: 1}",
     "sampling.steps=3",
-    "selection.fraction=1.0",
+    "selection={rule: fraction, fraction: 1.0, steps: null}",
     "evaluation={prompts: 4, grid: 2, rewards: []}",
     "checkpoint.every=1",
     "updates=2",
@@ -128,7 +128,7 @@ def optimizer_state(run: Path) -> dict[str, Tensor]:
     found, complaints = newest(run / "checkpoints")
     assert found is not None
     assert complaints == []
-    return load_file(found.folder / "optimizer.safetensors")
+    return load_file(next((found.folder / "state").glob("*.safetensors")))
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -398,9 +398,9 @@ def test_a_damaged_checkpoint_costs_updates_not_the_run(
     run = tmp_path / "run"
     config = settings(run, "updates=4", "evaluation.every=2")
     train(settings(run, "updates=3", "evaluation.every=2"), quiet=True)
-    (run / "checkpoints" / "000003" / "optimizer.safetensors").write_bytes(b"")
+    next((run / "checkpoints/000003/state").glob("*.safetensors")).write_bytes(b"")
     train(config, resume=True, quiet=True)
-    assert "000003 is damaged: optimizer.safetensors" in capsys.readouterr().out
+    assert "000003 is damaged: state/" in capsys.readouterr().out
     # `updates=3` made an evaluation at its end, which belongs to the first run only.
     assert [e["update"] for e in evaluations(run)] == [0, 2, 4]
     assert_same_run(run, whole)

@@ -65,13 +65,13 @@ class Capture:
         for layer, _forward in self._layers:
             del layer.forward
 
-    def take(self) -> list[Factors]:
-        """The factors since the last call.
+    def take(self, summed: Sequence[Tensor | None]) -> list[Factors]:
+        """The factors since the last call; `summed` is what autograd left beside them.
 
         Raises LeanError when a parameter got a plain gradient, that is, a sum over the batch.
         """
-        for parameter in self.parameters:
-            if parameter.grad is not None:
+        for parameter, gradient in zip(self.parameters, summed, strict=True):
+            if gradient is not None:
                 raise LeanError(
                     f"A parameter of shape {tuple(parameter.shape)} is used outside linear and 2D "
                     "convolution layers (or in a checkpointed block): its gradient cannot be split "

@@ -137,6 +137,10 @@ def sample(
     config = _of_run(run)
     from .inference import sample_run
 
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LeanError(f"--out {out}: {error.strerror}. Choose another folder.") from error
     files = sample_run(config, run, prompt, out, num=num, seed=seed, update=update)
     for file in files:
         print(file)
@@ -165,6 +169,7 @@ def _recipes(context: typer.Context, json_file: JsonFile = None) -> None:
     """List the recipes that come along."""
     if context.invoked_subcommand is not None:
         return
+    _check_writable(json_file)
     rows = {name: load_config(name).description for name in recipe_names()}
     width = max(map(len, rows))
     for name, description in rows.items():
@@ -203,28 +208,45 @@ def copy_recipe(
 def _load(settings: list[str] | None, *, resume: bool = False) -> Config:
     """The config of `[SOURCE] [KEY=VALUE]...`; a run's folder stands for its own config.yaml."""
     words = list(settings or [])
-    source = words.pop(0) if words and "=" not in words[0] else None
-    if source and (Path(source) / "config.yaml").is_file():
-        words.append(f"run.dir={source}")
-        source = str(Path(source) / "config.yaml")
+    source = words.pop(0) if words and ("=" not in words[0] or _is_run(words[0])) else None
+    if source and _is_run(source):
+        words.insert(0, _run_dir(source))
+        source = os.path.join(source, "config.yaml")
     if resume and source is None:
         given = [w.partition("=")[2] for w in words if w.startswith("run.dir=")]
-        if given and (Path(given[-1]) / "config.yaml").is_file():
-            source = str(Path(given[-1]) / "config.yaml")
+        if given and _is_run(given[-1]):
+            source = os.path.join(given[-1], "config.yaml")
     return load_config(source, words)
 
 
 def _of_run(run: Path) -> Config:
-    if not (run / "config.yaml").is_file():
+    if not _is_run(run):
         raise LeanError(f"{run} is not a run: it has no config.yaml. Give a folder made by train.")
-    return load_config(run / "config.yaml", [f"run.dir={run}"])
+    return load_config(run / "config.yaml", [_run_dir(run)])
+
+
+def _is_run(folder: str | Path) -> bool:
+    # Unlike Path.is_file, false for a name that no file can have.
+    return os.path.isfile(os.path.join(folder, "config.yaml"))
+
+
+def _run_dir(folder: str | Path) -> str:
+    """The override `run.dir=...`, quoted: a folder may be called 2024 or [x]."""
+    return f"run.dir={json.dumps(str(folder), ensure_ascii=False)}"
 
 
 def _check_writable(file: Path | None) -> None:
-    if file is not None and not os.access(file.parent if not file.exists() else file, os.W_OK):
+    if file is None:
+        return
+    target = file if os.path.exists(file) else file.parent
+    if os.path.isdir(file) or not os.access(target, os.W_OK):
         raise LeanError(f"--json {file}: cannot be written. Choose a file in an existing folder.")
 
 
 def _write_json(file: Path | None, result: Any) -> None:
-    if file is not None:
+    if file is None:
+        return
+    try:
         file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LeanError(f"--json {file}: cannot be written: {error.strerror}.") from error

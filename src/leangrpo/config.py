@@ -121,6 +121,9 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
     if not isinstance(given, dict):
         raise LeanError(f"{where} holds no mapping of settings. Write lines like `updates: 40`.")
     tree = _merge(Config(recipe=name).model_dump(mode="json"), given)
+    if any(o.partition("=")[0].strip() == "selection.rule" for o in overrides):
+        # another rule: what the recipe says of its own would only contradict it
+        tree["selection"] |= {"steps": None, "size": None, "range": None}
     mistakes = []
     for override in overrides:
         try:
@@ -258,7 +261,7 @@ def load_object(setting: str, target: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything while it is imported
-        rule = f"it cannot be imported: {type(error).__name__}: {error}"
+        rule = f"it cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}"
         remedy = f"Modules are searched in {os.getcwd()} and the installed packages."
         raise problem(setting, target, rule, remedy) from error
     if not callable(found):
@@ -275,11 +278,11 @@ def to_yaml(config: Config) -> str:
 def config_hash(config: Config) -> str:
     """Sha256 of the settings that determine the numbers.
 
-    Left out: `run`, `checkpoint`, `updates`, `recipe` and `description`.
+    Left out: `run`, `checkpoint`, `updates`, `recipe`, `description`, and what changes rounding at
+    most: `schedule` and `parallel`.
     """
-    tree = config.model_dump(
-        mode="json", exclude={"run", "checkpoint", "updates", "recipe", "description"}
-    )
+    left_out = {"run", "checkpoint", "updates", "recipe", "description", "schedule", "parallel"}
+    tree = config.model_dump(mode="json", exclude=left_out)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
@@ -291,7 +294,14 @@ def check(config: Config, *, resume: bool = False) -> None:
 
     Raises one LeanError with a line per problem; loads no model.
     """
-    groups = (_check_steps, _check_kernel, _check_rollout, _check_model, _check_rewards)
+    groups = (
+        _check_steps,
+        _check_kernel,
+        _check_rollout,
+        _check_parallel,
+        _check_model,
+        _check_rewards,
+    )
     problems = [p for group in groups for p in group(config)]
     problems += _check_files(config, resume)
     if problems:
@@ -371,7 +381,7 @@ def _check_rollout(config: Config) -> Iterator[LeanError]:
         rule = "schedule reweight cannot split the gradient of a checkpointed block by sample"
         remedy = "Set it to 1, or model.activation_checkpointing to false, or use retain."
         yield problem("rollout.micro_batch", micro, rule, remedy)
-    if num % micro:
+    if num >= 2 and num % micro:
         below, above = num - num % micro, num + micro - num % micro
         near = f"{below} or {above}" if below else f"{above}"
         rule = f"it must be a multiple of rollout.micro_batch, which is {micro}"
@@ -382,19 +392,31 @@ def _check_rollout(config: Config) -> Iterator[LeanError]:
         yield problem("objective.clip_range", config.objective.clip_range, rule)
 
 
+def _check_parallel(config: Config) -> Iterator[LeanError]:
+    p = config.parallel
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    shard = p.shard or (ranks // p.replicate if p.replicate else local)
+    replicate = p.replicate or max(1, ranks // shard)
+    if shard * replicate != ranks:
+        rule = f"shard x replicate is {shard} x {replicate}, and there are {ranks} ranks"
+        yield problem("parallel.shard", p.shard, rule, "Leave one of the two null.")
+    if p.sync == "step" and config.schedule == "reweight":
+        rule = "schedule reweight must multiply by the advantage before ranks are added up"
+        yield problem("parallel.sync", p.sync, rule, "Set it to update or group.")
+    if p.ledger_dtype and config.schedule != "reweight":
+        rule = f"only reweight has a ledger, and schedule is {config.schedule}"
+        yield problem("parallel.ledger_dtype", p.ledger_dtype, rule, "Set it to null.")
+
+
 def _nearest_divisor(num: int, near: int) -> int:
     return min((d for d in range(1, num + 1) if num % d == 0), key=lambda d: abs(d - near))
 
 
 def _check_model(config: Config) -> Iterator[LeanError]:
     lora = config.model.lora
-    if config.model.train == "lora":
-        if lora.dropout > 0 and config.schedule != "native":
-            rule = f"schedule {config.schedule} trains on the rollout's own forward"
-            remedy = "Set it to 0, or schedule to native."
-            yield problem("model.lora.dropout", lora.dropout, rule, remedy)
-        if lora.targets == ():
-            yield problem("model.lora.targets", [], "it names no layer", "null finds them.")
+    if config.model.train == "lora" and lora.targets == ():
+        yield problem("model.lora.targets", [], "it names no layer", "null finds them.")
     pipeline = config.model.pipeline
     if pipeline == "embedded":
         return

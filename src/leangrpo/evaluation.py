@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .data import SampleKey
+from .parallel import World
 from .policy import Policy
 from .rewards import Scorer
 
@@ -48,24 +50,46 @@ class Evaluation:
 
 
 def evaluate(
-    policy: Policy, scorer: Scorer, prompts: Sequence[str], *, batch: int, num_images: int = 0
-) -> Evaluation:
+    policy: Policy,
+    scorer: Scorer,
+    prompts: Sequence[str],
+    *,
+    batch: int,
+    num_images: int = 0,
+    world: World | None = None,
+) -> Evaluation | None:
     """Score one deterministic sample of every prompt; keep the first `num_images` pictures.
 
-    `scorer` weighs evaluation-only rewards with 0, so that `reward` is the training reward.
+    `scorer` weighs evaluation-only rewards with 0, so that `reward` is the training reward. Ranks
+    take whole batches in turn, the batches of a single process, so that pictures are the same; the
+    first rank gets the result, the others None. A rank without a batch left repeats one, as
+    sharded weights are gathered by all.
     """
-    futures, kept = [], []
-    for start in range(0, len(prompts), batch):
+    world = world or World()
+    starts = list(range(0, len(prompts), batch))
+    futures: dict[int, Future[Any]] = {}
+    kept: dict[int, Tensor] = {}
+    for turn in range(0, len(starts), world.size):
+        mine = turn + world.rank
+        start = starts[mine] if mine < len(starts) else starts[turn]
         some = list(prompts[start : start + batch])
         keys = [SampleKey(_EVALUATION, start + i, 0) for i in range(len(some))]
         with torch.no_grad():
             images = policy.sample(some, keys).images
         assert images is not None
+        if mine >= len(starts):
+            continue
         if start < num_images:
-            kept.append(images[: num_images - start])
-        futures.append(scorer.submit(images, some))
-    scores = [future.result() for future in futures]
+            kept[start] = images[: num_images - start]
+        futures[start] = scorer.submit(images, some)
+    own = {start: future.result() for start, future in futures.items()}
+    parts = world.gather((own, kept))
+    if not parts:
+        return None
+    found = {start: scores for one, _ in parts for start, scores in one.items()}
+    scores = [found[start] for start in starts]
     each = {name: torch.cat([s.each[name] for s in scores]) for name in scores[0].each}
     total = torch.cat([s.total for s in scores])
-    pictures = torch.cat(kept) if kept else torch.empty(0)
+    shown = {start: images for _, one in parts for start, images in one.items()}
+    pictures = torch.cat([shown[s] for s in sorted(shown)]) if shown else torch.empty(0)
     return Evaluation(tuple(prompts), total, each, pictures)

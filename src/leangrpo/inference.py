@@ -51,6 +51,7 @@ def evaluate_run(config: Config, run: Path, update: int | None) -> dict[str, Any
     scorer, judge = make_scorers(config)
     with scorer, judge:
         result = evaluate(policy, judge, prompts, batch=config.evaluation.batch)
+    assert result is not None
     return result.line(at, time.perf_counter() - started)
 
 
@@ -67,8 +68,8 @@ def sample_run(
     """Write `num` pictures (PNG; videos as GIF) of every prompt to `out`; returns the files."""
     from PIL import Image
 
-    out.mkdir(parents=True, exist_ok=True)
     policy, _ = load_run(config, run, update)
+    out.mkdir(parents=True, exist_ok=True)
     policy.seed = seed
     files = []
     for p, prompt in enumerate(prompts):

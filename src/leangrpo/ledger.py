@@ -12,115 +12,153 @@ import torch
 from torch import Tensor, nn
 
 from .capture import Factors, fold
-
-Gradient = list[Tensor | None]
-"""A gradient in the order of the ledger's parameters; None where backward did not reach."""
+from .gradients import Gradient
 
 
 class Ledger:
-    """Provisional gradients by trajectory, and their advantage-weighted sum.
+    """Provisional gradients by trajectory, and this rank's advantage-weighted sum of them.
 
-    The sum is kept in float32 for parameters of 16 bits, in the parameter's dtype otherwise:
-    adding many small corrections is the one place where 16 bits would lose them.
+    A correction is made when it is needed (`settle`, `part`): the last group's bucket by bucket,
+    while the bucket before is being reduced. The sum is kept in float32 for parameters of 16
+    bits, in the parameter's dtype otherwise: adding many small corrections is the one place where
+    16 bits would lose them. Waiting gradients are kept in `dtype` (None: as backward made them)
+    and, with `host`, in the host's memory; the trajectory being sampled stays where it is.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        dtype: torch.dtype | None = None,
+        host: bool = False,
+    ) -> None:
+        self.parameters, self.dtype, self.host = parameters, dtype, host
         self.total: Gradient = [None] * len(parameters)
         self.waiting: dict[Hashable, Gradient] = {}
         self.batches: list[tuple[tuple[Hashable, ...], list[Factors]]] = []
         self.peak_bytes = 0
-        self._factor_bytes = 0
+        self._last: Hashable = None
+        self._due: list[tuple[Gradient, float]] = []
+        self._due_factors: dict[tuple[int, int], list[tuple[Factors, Tensor]]] = {}
 
-    def take(self) -> Gradient:
-        """Move what backward left in the parameters' `.grad` out of them."""
-        taken: Gradient = [p.grad for p in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        return taken
-
-    def put(self, gradient: Gradient) -> None:
-        """Let backward accumulate on top of `gradient`."""
-        for parameter, g in zip(self.parameters, gradient, strict=True):
-            parameter.grad = g
+    def reopen(self, key: Hashable) -> Gradient:
+        """Take a trajectory's gradient back, for backward to go on with."""
+        return self.waiting.pop(key, None) or [None] * len(self.parameters)
 
     def hold(self, key: Hashable, gradient: Gradient) -> None:
         """Keep a trajectory's gradient until its advantage is known."""
-        self.waiting[key] = gradient
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-
-    def fold(self, key: Hashable, coefficient: float) -> None:
-        """total += coefficient * gradient of the trajectory, whose memory is given back."""
-        gradient = self.waiting.pop(key)
-        if coefficient != 0.0:
-            self.add(gradient, coefficient)
-
-    def add(self, gradient: Gradient, coefficient: float = 1.0) -> None:
-        """total += coefficient * gradient; takes the tensors over."""
-        old: list[Tensor] = []
-        new: list[Tensor] = []
-        for i, g in enumerate(gradient):
-            if g is None:
-                continue
-            total = self.total[i]
-            if total is not None:
-                old.append(total)
-                new.append(g)
-                continue
-            dtype = torch.float32 if g.dtype.itemsize < 4 else g.dtype
-            self.total[i] = g.to(dtype).mul_(coefficient)
-        if old:
-            torch._foreach_add_(old, new, alpha=coefficient)
+        if self._last != key and self._last in self.waiting:
+            self.waiting[self._last] = [self._stow(g) for g in self.waiting[self._last]]
+        self.waiting[key], self._last = gradient, key
 
     def hold_batch(self, keys: tuple[Hashable, ...], factors: list[Factors]) -> None:
         """Keep a step of a batch of trajectories, its gradients in factors."""
         self.batches.append((keys, factors))
-        self._factor_bytes += _num_bytes(factors)
+
+    def measure(self) -> None:
+        """Note how much is held now; called when most is, before gradients are folded."""
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def fold(self, key: Hashable, coefficient: float) -> None:
+        """total += coefficient * gradient of the trajectory, when next needed."""
+        gradient = self.waiting.pop(key)
+        if coefficient != 0.0:
+            self._due.append((gradient, coefficient))
 
     def fold_batches(self, known: Mapping[Hashable, float], scale: float) -> None:
         """total += sum of scale * known[key] * gradient over the batches that are all known."""
-        ready, later = [], []
+        later = []
         for keys, factors in self.batches:
             if all(key in known for key in keys):
                 c = torch.tensor([known[key] * scale for key in keys], dtype=torch.float64)
-                ready += [(one, c) for one in factors] if c.any() else []
+                if c.any():
+                    self.add_factors((one, c) for one in factors)
             else:
                 later.append((keys, factors))
         self.batches = later
-        self._factor_bytes = sum(_num_bytes(factors) for _, factors in later)
-        self.add_factors(ready)
+
+    def add(self, gradient: Gradient) -> None:
+        """total += gradient, when next needed; takes the tensors over."""
+        self._due.append((gradient, 1.0))
 
     def add_factors(self, some: Iterable[tuple[Factors, Tensor]]) -> None:
         """total += sum_b c_b * gradient of sample b, for factors with their `(B,)` coefficients."""
-        layers: dict[tuple[int, int], list[tuple[Factors, Tensor]]] = {}
         for factors, c in some:
-            layers.setdefault((factors.weight, factors.bias), []).append((factors, c))
-        for (weight, bias), of_layer in layers.items():
-            fold(of_layer, *(self._sum(i) if i >= 0 else None for i in (weight, bias)))
+            self._due_factors.setdefault((factors.weight, factors.bias), []).append((factors, c))
+
+    def settle(self, indices: Sequence[int] | None = None) -> None:
+        """Make the corrections that are due, of all parameters or of those at `indices`."""
+        some = range(len(self.parameters)) if indices is None else indices
+        for gradient, coefficient in self._due:
+            old: list[Tensor] = []
+            new: list[Tensor] = []
+            for i in some:
+                g, gradient[i] = gradient[i], None
+                if g is None:
+                    continue
+                total = self.total[i]
+                if total is None:
+                    self.total[i] = g.to(self.parameters[i].device, self._sum_dtype(i)).mul_(
+                        coefficient
+                    )
+                else:
+                    old.append(total)
+                    new.append(g.to(total.device))
+            if old:
+                torch._foreach_add_(old, new, alpha=coefficient)
+        wanted = set(some)
+        for at in [at for at in self._due_factors if wanted.intersection(at)]:
+            fold(self._due_factors.pop(at), *(self._sum(i) if i >= 0 else None for i in at))
+        if indices is None:
+            self._due.clear()
+
+    def part(self, indices: Sequence[int]) -> Gradient:
+        """The corrected sums at `indices`, which the ledger forgets."""
+        self.settle(indices)
+        taken = [self.total[i] for i in indices]
+        for i in indices:
+            self.total[i] = None
+        return taken
+
+    def reached(self) -> list[bool]:
+        """Where the sum has, or will have, a gradient."""
+        found = [total is not None for total in self.total]
+        for gradient, _ in self._due:
+            found = [was or g is not None for was, g in zip(found, gradient, strict=True)]
+        for at in self._due_factors:
+            for i in at:
+                if i >= 0:
+                    found[i] = True
+        return found
 
     def _sum(self, i: int) -> Tensor:
         """The sum of parameter `i`, zero to begin with."""
         total = self.total[i]
         if total is None:
-            like = self.parameters[i]
-            dtype = torch.float32 if like.dtype.itemsize < 4 else like.dtype
-            total = self.total[i] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
+            p = self.parameters[i]
+            total = self.total[i] = torch.zeros(p.shape, dtype=self._sum_dtype(i), device=p.device)
         return total
 
-    def write(self) -> None:
-        """Put the sum into the parameters' `.grad` and forget it."""
-        for i, parameter in enumerate(self.parameters):
-            total = self.total[i]
-            parameter.grad = None if total is None else total.to(parameter.dtype)
-            self.total[i] = None
+    def _sum_dtype(self, i: int) -> torch.dtype:
+        dtype = self.parameters[i].dtype
+        return torch.float32 if dtype.itemsize < 4 else dtype
+
+    def _stow(self, g: Tensor | None) -> Tensor | None:
+        if g is None:
+            return None
+        g = g.to(self.dtype or g.dtype)
+        if self.host and g.device.type != "cpu":
+            pinned = torch.empty(g.shape, dtype=g.dtype, pin_memory=True)
+            return pinned.copy_(g)
+        return g
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all gradients held now."""
-        lists = [self.total, *self.waiting.values()]
-        kept = (g for one in lists for g in one if g is not None)
-        return self._factor_bytes + sum(g.numel() * g.element_size() for g in kept)
+        lists = [self.total, *self.waiting.values(), *(g for g, _ in self._due)]
+        kept = sum(g.numel() * g.element_size() for one in lists for g in one if g is not None)
+        kept += sum(_num_bytes(factors) for _, factors in self.batches)
+        return kept + sum(_num_bytes(f for f, _ in some) for some in self._due_factors.values())
 
 
 def _num_bytes(factors: Iterable[Factors]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,22 @@ def load_pipeline(
         raise problem(
             "model.pipeline", source, "this pipeline has no scheduler", "Add one to its folder."
         )
-    return pipe.to(device)
+    pipe.to(device)
+    for component in pipe.components.values():
+        if isinstance(component, nn.Module):
+            _align(component)
+    return pipe
+
+
+def _align(module: nn.Module) -> None:
+    """Move weights that lie in a mapped file to memory of their own.
+
+    In the file they start at any byte, and matrix kernels round differently by alignment: the same
+    weights, gathered from shards, would give other pictures in the last bit.
+    """
+    for parameter in module.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
 
 
 def make_trainable(
@@ -73,7 +89,6 @@ def make_trainable(
     rank: int = 32,
     alpha: float = 64,
     targets: Sequence[str] | None = None,
-    dropout: float = 0.0,
     seed: int = 0,
     activation_checkpointing: bool = False,
 ) -> None:
@@ -83,13 +98,13 @@ def make_trainable(
     them otherwise. `targets` are suffixes of module names; None takes the linear layers inside
     the model's attention modules. The initial LoRA is drawn from `seed`.
     """
-    denoisers = {n: m for n in DENOISERS if isinstance(m := getattr(pipe, n, None), nn.Module)}
+    trained = denoisers(pipe)
     for name, component in pipe.components.items():
         if isinstance(component, nn.Module):
-            component.requires_grad_(train == "full" and name in denoisers)
-    for module in denoisers.values():
+            component.requires_grad_(train == "full" and name in trained)
+    for module in trained.values():
         if train == "lora":
-            _add_lora(module, rank, alpha, targets, dropout, seed)
+            _add_lora(module, rank, alpha, targets, seed)
         if activation_checkpointing:
             if not hasattr(module, "enable_gradient_checkpointing"):
                 raise problem(
@@ -100,6 +115,16 @@ def make_trainable(
                 )
             checkpointed: Any = module
             checkpointed.enable_gradient_checkpointing()
+
+
+def denoisers(pipe: Any) -> dict[str, nn.Module]:
+    """The networks of a pipeline that are called once a step, by component name."""
+    return {n: m for n in DENOISERS if isinstance(m := getattr(pipe, n, None), nn.Module)}
+
+
+def copy_denoisers(pipe: Any) -> dict[str, nn.Module]:
+    """Frozen copies of the denoisers, to be the reference policy of full fine-tuning."""
+    return {name: deepcopy(m).requires_grad_(False) for name, m in denoisers(pipe).items()}
 
 
 def attention_targets(module: nn.Module) -> list[str]:
@@ -120,7 +145,6 @@ def _add_lora(
     rank: int,
     alpha: float,
     targets: Sequence[str] | None,
-    dropout: float,
     seed: int,
 ) -> None:
     from peft import LoraConfig
@@ -131,7 +155,7 @@ def _add_lora(
             f"{type(module).__name__} has no attention module with linear layers to put a LoRA on. "
             "Name the layers in `model.lora.targets`."
         )
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

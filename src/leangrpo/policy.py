@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,8 +76,12 @@ class Policy:
         noise_level: float | None = 0.7,
         reduce: str = "mean",
         seed: int = 0,
+        reference: Mapping[str, nn.Module] | None = None,
+        dtype: torch.dtype | None = None,
         watch: Stopwatch | None = None,
     ) -> None:
+        """`reference`: frozen denoisers by name, the policy that KL is taken to (adapters need
+        none). `dtype`: what the denoisers compute in, where it is not that of their weights."""
         if isinstance(previous := getattr(pipe, "_leangrpo", None), Policy):
             previous.detach()
         self.pipe, self.seed, self.watch = pipe, seed, watch or Stopwatch()
@@ -98,12 +101,13 @@ class Policy:
         )
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._schedulers: dict[Any, Any] = {}
-        self._reference: dict[str, nn.Module] | None = None
+        self._reference = dict(reference) if reference else None
+        self.dtype = dtype
         self._freeze_the_rest()
         self.denoisers = [getattr(pipe, name) for name in self.names]
         self.guard = Guard(self.denoisers)
         self._hooks = []
-        for module in self.denoisers:
+        for module in (*self.denoisers, *(self._reference or {}).values()):
             module.eval()  # dropout off; nothing else in a denoiser depends on the mode
             hook = _DenoiserHook(self, module)
             self._hooks.append(
@@ -274,7 +278,7 @@ class Policy:
         """Attach the divergence from the reference policy `(B,)`, with the graph the mean has.
 
         One more denoiser evaluation of the step, without gradients, under the reference weights:
-        the adapters switched off, or the copy made by `keep_reference` for full fine-tuning.
+        the adapters switched off, or the frozen copy of full fine-tuning.
         """
         with self.reference():
             away = self.replay(replace(transition, kl=None), grad=False)
@@ -288,21 +292,13 @@ class Policy:
         assert t.mean is not None and t.kl_std is not None and reference.reference_mean is not None
         return kl_to_reference(t.mean, reference.reference_mean, t.kl_std)
 
-    def keep_reference(self) -> None:
-        """Keep a frozen copy of the denoisers as reference policy; adapters need none."""
-        if not any(_adapter_layers(module) for module in self.denoisers):
-            self._reference = {
-                name: deepcopy(module).requires_grad_(False)
-                for name, module in zip(self.names, self.denoisers, strict=True)
-            }
-
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Inside, the pipeline runs the reference policy; what is trainable is the same after."""
         trainable = [[p.requires_grad for p in module.parameters()] for module in self.denoisers]
         if self._reference is None and not any(_adapter_layers(m) for m in self.denoisers):
             raise LeanError(
-                "There is no reference policy: call Policy.keep_reference() before training."
+                "There is no reference policy: pass Policy(reference=copy_denoisers(pipe))."
             )
         if self._reference is not None:
             for name, module in self._reference.items():
@@ -357,11 +353,8 @@ class _DenoiserHook:
 
     def __init__(self, policy: Policy, module: nn.Module) -> None:
         self.policy = policy
-        self.dtype = _main_dtype(module)
+        self.dtype = policy.dtype or _main_dtype(module)
         self.names = list(inspect.signature(module.forward).parameters)
-
-    def __deepcopy__(self, _: Any) -> _DenoiserHook:
-        return self  # a frozen reference copy of the module answers to the same policy
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

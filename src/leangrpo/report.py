@@ -210,6 +210,26 @@ class RunRecord:
             print_safely(text)
 
 
+class Onlooker:
+    """What a rank has that writes no run folder: a record of nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+        """The summary as it is."""
+        return dict(summary)
+
+    def failed(self, error: BaseException, update: int) -> None:
+        """Nothing."""
+
+
 def _updates(config: str) -> int:
     """How many updates a run's settings ask for."""
     tree = yaml.safe_load(config)

@@ -200,7 +200,7 @@ def _own_reward(name: str) -> Reward:
     try:
         reward = found() if inspect.isclass(found) else found
     except Exception as error:  # a user's constructor may raise anything
-        rule = f"making it raised {type(error).__name__}: {error}"
+        rule = f"making it raised {type(error).__name__}: {' '.join(str(error).split())}"
         raise problem("rewards", name, rule, "It is called without arguments.") from error
     remedy = "A reward is called as reward(images, prompts, metadata)."
     if not callable(reward):
@@ -379,7 +379,7 @@ class Scorer:
         except LeanError as error:
             raise RewardError(f"reward `{name}`: {error}") from error
         except Exception as error:
-            text = f"reward `{name}` raised {type(error).__name__}: {error}"
+            text = f"reward `{name}` raised {type(error).__name__}: {' '.join(str(error).split())}"
             raise RewardError(text) from error
         if version is not None and images._version != version:
             raise RewardError(

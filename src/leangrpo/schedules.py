@@ -26,11 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from .advantages import clipped_surrogate, surrogate_coefficient
-from .capture import Capture
+from .capture import Capture, Factors
 from .data import Transition
 from .errors import LeanError
+from .gradients import Gradients, Local
 from .guard import Guard
-from .ledger import Gradient, Ledger
+from .ledger import Ledger
 from .stopwatch import Stopwatch
 
 Target = Guard | nn.Module | Iterable[nn.Module] | Any
@@ -58,7 +59,11 @@ class Schedule(Protocol):
     on while a batch of several samples is sampled. `begin` opens an
     update over `num_samples` trajectories of `num_steps` selected steps each; `transition` takes
     a selected step as it was sampled; `advantages` takes the advantages of finished trajectories,
-    each once; `finish` closes the update with the gradient in `.grad`.
+    each once; `finish` closes the update with the gradient in `.grad`. A transition of weight 0 is
+    idle: its backward runs, where others wait for it, and counts for nothing.
+
+    With several ranks each gives its own trajectories and takes the advantages of those; begin,
+    advantages and finish are called equally often on all of them, and the counts are global.
     """
 
     name: str
@@ -83,8 +88,16 @@ class _Common:
     needs_graph: bool
     capture: Capture | None = None
 
-    def __init__(self, target: Target, *, kl: float = 0.0, watch: Stopwatch | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        *,
+        kl: float = 0.0,
+        gradients: Gradients | None = None,
+        watch: Stopwatch | None = None,
+    ) -> None:
         self.guard = Guard.of(target)
+        self.gradients: Gradients = gradients or Local(self.guard)
         self.kl_coefficient = kl
         self.watch = watch or Stopwatch()
         self._open = False
@@ -97,6 +110,7 @@ class _Common:
                 "gradient: both must be at least 1."
             )
         self.guard.mark(self.name, needs_graph=self.needs_graph)
+        self.gradients.begin()
         self._scale = 1.0 / (num_samples * num_steps)
         self._kl_sum = 0.0
         self._known: dict[Hashable, float] = {}
@@ -117,7 +131,7 @@ class _Common:
             self._known[key] = float(advantage)
 
     def _advantages_of(self, t: Transition, dtype: torch.dtype | None = None) -> Tensor:
-        known = [self._known[key] for key in t.keys]
+        known = [self._known.get(key, 0.0) for key in t.keys]
         return torch.tensor(known, dtype=dtype or t.log_prob.dtype, device=t.log_prob.device)
 
     def _close(self) -> Statistics:
@@ -131,6 +145,8 @@ class _Common:
         """d loss / d KL of each sample `(B,)`: beta/(N S), whatever the advantage."""
         if not self.kl_coefficient:
             return None
+        if t.weight == 0.0 and t.kl is not None:
+            return torch.zeros_like(t.kl)
         if t.kl is None:
             raise LeanError(
                 f"schedule {self.name!r} has a KL coefficient of {self.kl_coefficient}, but step "
@@ -143,11 +159,20 @@ class _Common:
         """One backward of a step: `seed` `(B,)` for its log-probabilities, the KL beside it."""
         kl_seed = self._kl_seed(t)
         with self.watch.stage("backward"):
+            self.gradients.before(idle=self._is_flat(t))
             if kl_seed is None or t.kl is None:
                 torch.autograd.backward([t.log_prob], [seed])
             else:
                 torch.autograd.backward([t.log_prob, t.kl], [seed, kl_seed])
+        with self.watch.stage("sync" if self.gradients.sync == "step" else "backward"):
+            self.gradients.after()
         self.statistics.num_backwards += 1
+
+    def _is_flat(self, t: Transition) -> bool:
+        """Whether a transition has no gradient: idle, or all its advantages are zero."""
+        if t.weight == 0.0:
+            return True
+        return not self.kl_coefficient and not any(self._known[key] for key in t.keys)
 
 
 class _Deferred(_Common):
@@ -160,17 +185,30 @@ class _Deferred(_Common):
     def advantages(self, advantages: Mapping[Hashable, float]) -> None:
         """Differentiate, in the order of sampling, every step whose samples are all known."""
         self._learn(advantages)
-        ready = [t for t in self._pending if all(key in self._known for key in t.keys)]
-        self._pending = [t for t in self._pending if not all(k in self._known for k in t.keys)]
+        ready: list[Transition] = []
+        later: list[Transition] = []
+        for t in self._pending:
+            known = t.weight == 0.0 or all(key in self._known for key in t.keys)
+            (ready if known else later).append(t)
+        self._pending = later
         if ready and self.needs_graph:
             self.guard.check(self.name)
         ready.reverse()
         while ready:  # popping lets a graph go as soon as it has been used
             t = ready.pop()
-            if not any(self._known[key] for key in t.keys) and not self.kl_coefficient:
-                self.statistics.num_skipped += 1  # zero advantages: no gradient, so no backward
+            if self.gradients.skippable and self._is_flat(t):
+                self.statistics.num_skipped += 1  # no gradient, so no backward
                 continue
             self._differentiate(t)
+        if self.gradients.sync == "group":
+            self._synchronise()
+
+    def _synchronise(self) -> None:
+        """Add the ranks' gradients since the last time."""
+        with self.watch.stage("sync"):
+            taken = self.gradients.take()
+            reached = [g is not None for g in taken]
+            self.gradients.reduce(lambda indices: [taken[i] for i in indices], reached)
 
     def finish(self) -> Statistics:
         """Close the update. Raises LeanError when trajectories still wait for their advantage."""
@@ -180,6 +218,9 @@ class _Deferred(_Common):
                 f"schedule {self.name!r}: {len(self._pending)} sampled steps never got an "
                 "advantage. Call advantages() for every trajectory before finish()."
             )
+        if self.gradients.sync == "update":
+            self._synchronise()
+        self.gradients.finish()
         return self._close()
 
     def _differentiate(self, t: Transition) -> None:
@@ -205,9 +246,10 @@ class Native(_Deferred):
         replay: Callable[[Transition], Transition],
         clip_range: float = 1e-4,
         kl: float = 0.0,
+        gradients: Gradients | None = None,
         watch: Stopwatch | None = None,
     ) -> None:
-        super().__init__(target, kl=kl, watch=watch)
+        super().__init__(target, kl=kl, gradients=gradients, watch=watch)
         self.replay = replay
         self.clip_range = clip_range
 
@@ -255,7 +297,7 @@ class Retain(_Deferred):
     def _differentiate(self, t: Transition) -> None:
         advantage, scale = self._advantages_of(t), t.weight * self._scale
         for key in t.keys:
-            self.statistics.loss += -self._known[key] * scale
+            self.statistics.loss += -self._known.get(key, 0.0) * scale
         self._backward(t, -advantage * scale)
 
 
@@ -273,11 +315,34 @@ class Reweight(_Common):
     needs_graph = True
     capture: Capture
 
+    def __init__(
+        self,
+        target: Target,
+        *,
+        kl: float = 0.0,
+        gradients: Gradients | None = None,
+        ledger_dtype: torch.dtype | None = None,
+        ledger_on_host: bool = False,
+        watch: Stopwatch | None = None,
+    ) -> None:
+        """`ledger_dtype` and `ledger_on_host`: how waiting gradients are kept (`Ledger`).
+
+        Raises LeanError when ranks would add up provisional gradients, which nothing can correct
+        afterwards (paper, appendix C).
+        """
+        super().__init__(target, kl=kl, gradients=gradients, watch=watch)
+        self._dtype, self._host = ledger_dtype, ledger_on_host
+        if self.gradients.sync == "step":
+            raise LeanError(
+                "schedule 'reweight' cannot synchronise at every step: a gradient must be "
+                "multiplied by its advantage before ranks are added up, and no factor can do it "
+                "afterwards. Use parallel.sync=update or group, or schedule 'retain' or 'native'."
+            )
+
     def begin(self, num_samples: int, num_steps: int) -> None:
         """Open an update; gradients already in `.grad` are kept and added to."""
         super().begin(num_samples, num_steps)
-        self._ledger = Ledger(self.guard.parameters)
-        self._ledger.add(self._ledger.take())
+        self._ledger = Ledger(self.guard.parameters, dtype=self._dtype, host=self._host)
         self._steps: dict[Hashable, list[float]] = {}
         self.capture = Capture(self.guard.modules, self.guard.parameters)
 
@@ -286,51 +351,66 @@ class Reweight(_Common):
         self._require_open("transition")
         t = transition
         self.guard.accept(t, self.name)
-        for key in t.keys:
+        for key in t.keys if t.weight else ():
             if key in self._known:
                 raise LeanError(f"schedule 'reweight': {key} was sampled on after its advantage.")
             self._steps.setdefault(key, []).append(t.weight)
         kl_seed = self._kl_seed(t)
         with self.watch.stage("backward"):
+            self._ledger.settle()
             if len(t.keys) == 1:
                 self._one(t, kl_seed)
             else:
                 self._batch(t, kl_seed)
         self.statistics.num_backwards += 1
 
+    def _run(self, t: Transition, value: Tensor, seed: Tensor, *, again: bool = False) -> None:
+        self.gradients.before(idle=t.weight == 0.0)
+        torch.autograd.backward([value], [seed], retain_graph=again)
+        self.gradients.after()
+
     def _one(self, t: Transition, kl_seed: Tensor | None) -> None:
-        """A single sample: its gradient is what autograd accumulates in `.grad`."""
+        """A single sample: its gradient is what autograd accumulates."""
         ledger, (key,) = self._ledger, t.keys
-        empty: Gradient = [None] * len(ledger.parameters)
-        ledger.put(ledger.waiting.pop(key, empty))
+        if t.weight:
+            self.gradients.put(ledger.reopen(key))
         seed = torch.full_like(t.log_prob, t.weight)
-        torch.autograd.backward([t.log_prob], [seed], retain_graph=kl_seed is not None)
-        ledger.hold(key, ledger.take())
+        self._run(t, t.log_prob, seed, again=kl_seed is not None)
+        if t.weight:
+            ledger.hold(key, self.gradients.take())
         if kl_seed is not None and t.kl is not None:  # not scaled by A: goes to the sum
-            torch.autograd.backward([t.kl], [kl_seed])
-            ledger.add(ledger.take())
+            self._run(t, t.kl, kl_seed)
+            ledger.add(self.gradients.take())
 
     def _batch(self, t: Transition, kl_seed: Tensor | None) -> None:
         """Several samples: their gradients are what `capture` took from the layers."""
         seed = torch.full_like(t.log_prob, t.weight)
-        torch.autograd.backward([t.log_prob], [seed], retain_graph=kl_seed is not None)
-        factors = self.capture.take()
+        self._run(t, t.log_prob, seed, again=kl_seed is not None)
+        factors = self._captured()
         if not factors:
             raise LeanError(
                 f"schedule 'reweight' got {len(t.keys)} samples in one transition that were not "
                 "sampled inside its `capture`: it needs a gradient per sample. Sample one at a "
                 "time, use `with schedule.capture(rows):` around the network, or schedule 'retain'."
             )
-        self._ledger.hold_batch(t.keys, factors)
+        if t.weight:
+            self._ledger.hold_batch(t.keys, factors)
         if kl_seed is not None and t.kl is not None:
-            torch.autograd.backward([t.kl], [kl_seed])
+            self._run(t, t.kl, kl_seed)
             ones = torch.ones(len(t.keys), dtype=torch.float64)
-            self._ledger.add_factors((one, ones) for one in self.capture.take())
+            captured = self._captured()
+            if t.weight:
+                self._ledger.add_factors((one, ones) for one in captured)
+
+    def _captured(self) -> list[Factors]:
+        """The factors of a backward; what autograd summed over the batch is refused."""
+        return self.capture.take(self.gradients.take())
 
     def advantages(self, advantages: Mapping[Hashable, float]) -> None:
         """Correct and add up the gradients of finished trajectories."""
         self._learn(advantages)
         self.guard.check(self.name)
+        self._ledger.measure()
         with self.watch.stage("backward"):
             for key, advantage in advantages.items():
                 if key not in self._steps:
@@ -340,6 +420,14 @@ class Reweight(_Common):
                 for weight in self._steps[key]:
                     self.statistics.loss += -advantage * (weight * self._scale)
             self._ledger.fold_batches(self._known, -self._scale)
+        if self.gradients.sync == "group":
+            self._synchronise()
+
+    def _synchronise(self) -> None:
+        """Correct bucket by bucket, each while the one before is added up over the ranks."""
+        with self.watch.stage("sync"):
+            self.gradients.reduce(self._ledger.part, self._ledger.reached())
+            self._ledger.settle()
 
     def finish(self) -> Statistics:
         """Write the sum into `.grad`. Raises LeanError when a trajectory got no advantage."""
@@ -350,5 +438,7 @@ class Reweight(_Common):
                 "advantage. Call advantages() for every trajectory before finish()."
             )
         self.statistics.ledger_bytes = self._ledger.peak_bytes
-        self._ledger.write()
+        if self.gradients.sync == "update":
+            self._synchronise()
+        self.gradients.finish()
         return self._close()

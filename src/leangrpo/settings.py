@@ -58,9 +58,6 @@ class Lora(Settings):
     targets: tuple[str, ...] | None = Field(
         None, description="suffixes of the layers adapted; null = the attention projections found"
     )
-    dropout: Float = Field(
-        0.0, ge=0, lt=1, description="dropout of the adapters; above 0 only with native"
-    )
 
 
 class Model(Settings):
@@ -75,6 +72,10 @@ class Model(Settings):
     variant: str | None = Field(None, description="variant of the weight files, such as fp16")
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = Field(
         "float32", description="of the denoisers and text encoders; latents are always float32"
+    )
+    master_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None,
+        description="of the trained weights, cast to dtype for computing; null = dtype itself",
     )
     train: Literal["full", "lora"] = Field(
         "full", description="train every weight of the denoiser, or adapters on its layers"
@@ -180,14 +181,61 @@ class Objective(Settings):
     kl_in_reward: Float = Field(0.0, ge=0, description="weight of the KL subtracted from rewards")
 
 
+class Parallel(Settings):
+    """How the ranks that torchrun starts share the work; nothing here changes the gradient."""
+
+    shard: Int | None = Field(
+        None,
+        ge=1,
+        description="ranks that hold one copy of the weights between them (FSDP2); "
+        "null = those of a node, 1 = a copy on every rank",
+    )
+    replicate: Int | None = Field(
+        None, ge=1, description="copies of the weights; null = ranks / shard"
+    )
+    layout: Literal["shared", "classic"] = Field(
+        "shared", description="a prompt's generations over the ranks, or each rank its own prompts"
+    )
+    sync: Literal["update", "group", "step"] = Field(
+        "update",
+        description="ranks add their gradients once an update, after every group, or at every "
+        "backward (not with reweight)",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of gradients between ranks; float64 gradients stay float64"
+    )
+    ledger_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="of gradients that wait in reweight; null = as backward makes them"
+    )
+    ledger_device: Literal["accelerator", "host"] = Field(
+        "accelerator", description="where they wait; host = pinned memory"
+    )
+    check: bool = Field(
+        False, description="compare the ranks' collectives and weights after every update"
+    )
+    timeout: Float = Field(600.0, gt=0, description="seconds until a collective gives up")
+
+
 class Optimizer(Settings):
     """AdamW and clipping."""
 
     lr: Float = Field(5e-5, gt=0, description="learning rate")
+    warmup: Int = Field(0, ge=0, description="updates over which lr rises linearly from 0")
     betas: tuple[Momentum, Momentum] = Field((0.9, 0.999), description="AdamW (FlowGRPO: same)")
     eps: Float = Field(1e-8, gt=0, description="AdamW (FlowGRPO: same)")
     weight_decay: Float = Field(1e-4, ge=0, description="AdamW (FlowGRPO: 1e-4)")
     max_grad_norm: Float = Field(1.0, gt=0, description="global norm bound (FlowGRPO: 1.0)")
+
+
+class Ema(Settings):
+    """An exponential moving average of the trained weights, evaluated and exported in their place.
+
+    The decay of update n is min(decay, (1 + n) / (10 + n)), applied every `every` updates
+    (FlowGRPO, `flow_grpo/ema.py`).
+    """
+
+    decay: Float = Field(0.0, ge=0, lt=1, description="0 = none (FlowGRPO: 0.9)")
+    every: Int = Field(1, ge=1, description="updates between two of its steps (FlowGRPO: 8)")
 
 
 class Reward(Settings):
@@ -245,6 +293,8 @@ class Config(Settings):
     advantage: Advantage = Field(Advantage(), description="from rewards to advantages")
     objective: Objective = Field(Objective(), description="the loss")
     optimizer: Optimizer = Field(Optimizer(), description="AdamW")
+    ema: Ema = Field(Ema(), description="a running mean of the trained weights")
+    parallel: Parallel = Field(Parallel(), description="several ranks")
     rewards: tuple[Reward, ...] = Field(
         (Reward(name="ocr_log_prob"),), min_length=1, description="what is trained on, summed"
     )

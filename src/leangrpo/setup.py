@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -9,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import checkpoint
 from .config import Config, check, config_hash, read_prompts, to_yaml
+from .ema import Ema
 from .errors import LeanError, problem
-from .loading import load_pipeline, make_trainable
+from .layout import Layout, classic_layout, shared_layout
+from .loading import copy_denoisers, denoisers, load_pipeline, make_trainable
+from .parallel import World, join, make_gradients, shard_denoiser
 from .policy import Policy, Sampling
-from .report import RunRecord
+from .report import Onlooker, RunRecord
 from .rewards import Scorer
 from .schedules import Native, Retain, Reweight, Schedule
 from .selection import select
@@ -25,17 +28,20 @@ from .stopwatch import Stopwatch
 
 @dataclass
 class Setup:
-    """What the loop works with. `judge` scores evaluations, `start` counts updates already done,
-    `advantages` `(P, M)` are those of the last update. `whole` is false from an optimizer step
-    until its update has been counted: the weights are then no update's."""
+    """What the loop works with. `judge` scores evaluations, `start` counts updates already done.
+    `whole` is false from an optimizer step until its update has been counted: the weights are then
+    no update's."""
 
     config: Config
+    world: World
+    layout: Layout
     policy: Policy
     schedule: Schedule
     optimizer: torch.optim.Optimizer
+    ema: Ema | None
     scorer: Scorer
     judge: Scorer
-    record: RunRecord
+    record: RunRecord | Onlooker
     watch: Stopwatch
     prompts: list[str]
     heldout: list[str]
@@ -43,13 +49,11 @@ class Setup:
     start: int
     device: torch.device
     whole: bool = field(default=True, init=False)
-    advantages: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        c = self.config
-        shape = (c.rollout.prompts, c.rollout.generations)
-        self.advantages = torch.zeros(shape, dtype=torch.float64)
-        self.advantage: dict[str, Any] = c.advantage.model_dump()
+    @property
+    def advantage(self) -> dict[str, Any]:
+        """The arguments of `group_advantages`."""
+        return self.config.advantage.model_dump()
 
     @property
     def needs_kl(self) -> bool:
@@ -62,9 +66,12 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
 
     Raises LeanError for every mistake a user can make, before the model is loaded where possible.
     """
-    folder = run_folder(config)
     check(config, resume=resume)
-    found = find_checkpoint(config, folder) if resume else None
+    p = config.parallel
+    master = config.model.master_dtype not in (None, config.model.dtype)
+    world = join(p.shard, p.replicate, timeout_s=p.timeout, master=master)
+    folder = world.share(run_folder(config))
+    found = _found_by_the_first(world, config, folder) if resume else None
     prompts = read_prompts(config.prompts.train)
     heldout = read_prompts(config.prompts.heldout, heldout=True) if config.prompts.heldout else []
     heldout = heldout[: config.evaluation.prompts]
@@ -73,9 +80,11 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         torch.set_num_threads(config.run.threads)
     scorer, judge = make_scorers(config)
     watch = Stopwatch(device)
-    policy = make_policy(config, device, watch)
+    policy = make_policy(config, device, watch, world)
     stds = policy.plan().std.tolist()
     select(config.selection, stds, seed=config.seed, update=0)
+    layout = make_layout(config, world)
+    world.open_teams(layout)
     c = config.optimizer
     optimizer = torch.optim.AdamW(
         policy.parameters,
@@ -85,19 +94,26 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         weight_decay=c.weight_decay,
         fused=True,
     )
+    ema = Ema(policy, config.ema.decay, config.ema.every) if config.ema.decay else None
     if found:
-        checkpoint.restore(found, policy, optimizer)
+        checkpoint.restore(found, policy, optimizer, ema)
     start = found.update if found else 0
-    if resume and (folder / "config.yaml").exists():
+    record: RunRecord | Onlooker
+    if not world.is_main:
+        record = Onlooker(folder)
+    elif resume and (folder / "config.yaml").exists():
         kept = start if found else -1  # without a checkpoint everything is made again
         record = RunRecord.resume(folder, kept, to_yaml(config), quiet=quiet)
     else:
         record = RunRecord.create(folder, to_yaml(config), quiet=quiet)
     return Setup(
         config=config,
+        world=world,
+        layout=layout,
         policy=policy,
-        schedule=make_schedule(config, policy, watch),
+        schedule=make_schedule(config, policy, watch, world),
         optimizer=optimizer,
+        ema=ema,
         scorer=scorer,
         judge=judge,
         record=record,
@@ -110,12 +126,24 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
     )
 
 
-def make_policy(config: Config, device: torch.device, watch: Stopwatch | None = None) -> Policy:
-    """Load the pipeline, choose what is trained, make it stochastic."""
+def make_layout(config: Config, world: World) -> Layout:
+    """Which rank samples what in every update."""
+    make = shared_layout if config.parallel.layout == "shared" else classic_layout
+    r = config.rollout
+    return make(r.prompts, r.generations, world.size, r.micro_batch)
+
+
+def make_policy(
+    config: Config,
+    device: torch.device,
+    watch: Stopwatch | None = None,
+    world: World | None = None,
+) -> Policy:
+    """Load the pipeline, choose what is trained, shard it, make it stochastic."""
     m, k = config.model, config.kernel
     pipe = load_pipeline(
         m.pipeline,
-        dtype=getattr(torch, m.dtype),
+        dtype=getattr(torch, m.master_dtype or m.dtype),
         device=device,
         revision=m.revision,
         variant=m.variant,
@@ -126,36 +154,56 @@ def make_policy(config: Config, device: torch.device, watch: Stopwatch | None = 
         rank=m.lora.rank,
         alpha=m.lora.alpha,
         targets=m.lora.targets,
-        dropout=m.lora.dropout,
         seed=config.seed,
         activation_checkpointing=m.activation_checkpointing,
     )
     sampling = Sampling(**config.sampling.model_dump())
+    with_kl = config.objective.kl > 0 or config.objective.kl_in_reward > 0
+    reference = copy_denoisers(pipe) if with_kl and m.train == "full" else None
+    compute = None if m.master_dtype in (None, m.dtype) else getattr(torch, m.dtype)
+    if world is not None and world.mesh is not None and (world.shards > 1 or compute):
+        reduce = getattr(torch, config.parallel.reduce_dtype)
+        for module in (*denoisers(pipe).values(), *(reference or {}).values()):
+            shard_denoiser(module, world.mesh, compute=compute, reduce=reduce)
     policy = Policy(
         pipe,
         sampling,
+        reference=reference,
+        dtype=compute,
         kernel=k.name,
         noise_level=k.noise_level,
         reduce=k.reduce,
         seed=config.seed,
         watch=watch,
     )
-    if config.objective.kl > 0 or config.objective.kl_in_reward > 0:
-        policy.keep_reference()
     return policy
 
 
-def make_schedule(config: Config, policy: Policy, watch: Stopwatch) -> Schedule:
+def make_schedule(
+    config: Config, policy: Policy, watch: Stopwatch, world: World | None = None
+) -> Schedule:
     """The schedule a config names, over the policy's parameters."""
-    kl = config.objective.kl
+    kl, p = config.objective.kl, config.parallel
+    reduce = getattr(torch, p.reduce_dtype)
+    gradients = make_gradients(
+        policy.guard, policy.denoisers, world or World(), sync=p.sync, reduce=reduce
+    )
     makers: dict[str, Callable[[], Schedule]] = {
-        "retain": lambda: Retain(policy, kl=kl, watch=watch),
-        "reweight": lambda: Reweight(policy, kl=kl, watch=watch),
+        "retain": lambda: Retain(policy, kl=kl, gradients=gradients, watch=watch),
+        "reweight": lambda: Reweight(
+            policy,
+            kl=kl,
+            gradients=gradients,
+            ledger_dtype=getattr(torch, p.ledger_dtype) if p.ledger_dtype else None,
+            ledger_on_host=p.ledger_device == "host",
+            watch=watch,
+        ),
         "native": lambda: Native(
             policy,
             replay=policy.replay,
             clip_range=config.objective.clip_range,
             kl=kl,
+            gradients=gradients,
             watch=watch,
         ),
     }
@@ -174,7 +222,8 @@ def make_scorers(config: Config) -> tuple[Scorer, Scorer]:
 def pick_device(name: str) -> torch.device:
     """`auto` is the first accelerator, or the CPU; raises LeanError for one that is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        return torch.device(own if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise problem("run.device", name, "torch sees no CUDA device", "Use run.device=cpu.")
@@ -184,8 +233,22 @@ def pick_device(name: str) -> torch.device:
 def run_folder(config: Config) -> Path:
     """The run's folder; without `run.dir`, `runs/<recipe>-<date-time>`."""
     if config.run.dir:
-        return Path(config.run.dir)
+        return Path(config.run.dir).expanduser()
     return Path("runs") / f"{config.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _found_by_the_first(world: World, config: Config, folder: Path) -> checkpoint.Checkpoint | None:
+    """What the first rank finds on its disk, or the mistake it finds there, on every rank."""
+    outcome: Any = None
+    if world.is_main:
+        try:
+            outcome = find_checkpoint(config, folder)
+        except LeanError as error:
+            outcome = error
+    outcome = world.share(outcome)
+    if isinstance(outcome, LeanError):
+        raise outcome
+    return outcome  # type: ignore[no-any-return]
 
 
 def find_checkpoint(config: Config, folder: Path) -> checkpoint.Checkpoint | None:
