@@ -13,10 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from leangrpo.checks import REWARDS, check
 from leangrpo.config import (
-    REWARDS,
     Config,
-    check,
     config_hash,
     describe_settings,
     load_config,

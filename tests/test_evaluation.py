@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import tiny
@@ -14,6 +15,7 @@ from torch import Tensor
 from leangrpo.data import SampleKey
 from leangrpo.evaluation import EXACT, Evaluation, evaluate
 from leangrpo.loading import make_trainable
+from leangrpo.parallel import World
 from leangrpo.policy import Policy, Sampling
 from leangrpo.rewards import Scorer
 
@@ -101,3 +103,40 @@ def test_exact() -> None:
     line = found.line(0, 0.0)
     assert line["exact"] == 0.5
     assert [row["exact"] for row in line["per_prompt"]][:2] == [1.0, 0.0]
+
+
+class Recorded(World):
+    """A rank of several without the others: what is gathered is put down for the first."""
+
+    said: ClassVar[list[Any]] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        self.said.append(value)
+        return list(reversed(self.said)) if self.is_main else []
+
+
+@pytest.mark.parametrize(("size", "batch"), [(2, 2), (2, 1), (4, 2), (4, 1), (3, 99)])
+def test_ranks_share_the_batches(size: int, batch: int, policy: Policy) -> None:
+    """Each prompt is scored once, with the pictures of a single process, in as many forwards on
+    every rank."""
+    Recorded.said.clear()
+    calls = []
+    with Scorer([(brightness, 1.0)]) as scorer:
+        for rank in reversed(range(size)):
+            world = Recorded(rank, size)
+            num, sample = [0], policy.sample
+
+            def counted(*args: Any, num: list[int] = num, sample: Any = sample, **kw: Any) -> Any:
+                num[0] += 1
+                return sample(*args, **kw)
+
+            with mock.patch.object(policy, "sample", counted):
+                found = evaluate(policy, scorer, PROMPTS, batch=batch, num_images=3, world=world)
+            assert (found is None) == (rank > 0)
+            calls.append(num[0])
+    assert found is not None
+    assert len(set(calls)) == 1
+    expected = score(policy, batch, 3)
+    assert torch.equal(found.reward, expected.reward)
+    assert torch.equal(found.images, expected.images)
+    assert found.line(0, 0.0) == expected.line(0, 0.0)

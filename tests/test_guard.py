@@ -5,15 +5,20 @@ Torch itself notices only a plain module under the default AdamW; every cell mus
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from leangrpo.data import Transition
 from leangrpo.errors import LeanError, StaleGraphError
+from leangrpo.gradients import Sharded
 from leangrpo.guard import Guard
 from leangrpo.schedules import Native, Retain, Reweight
 
@@ -167,3 +172,54 @@ def test_a_dead_guard_leaves_no_hook_behind() -> None:
     assert len(module._global_optimizer_post_hooks) == before + 1
     del guard
     assert len(module._global_optimizer_post_hooks) == before
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of one rank: FSDP2 in this process."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("schedule", [Retain, Reweight])
+def test_a_stale_graph_under_fsdp2(schedule, checkpointing, fused, mesh) -> None:
+    """Torch says nothing here, and the gradient would match neither the old nor the new weights."""
+    model = Toy(checkpointing)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    guard = Guard(model)
+    gradients = Sharded(guard, [model], mesh)
+    one = schedule(guard, gradients=gradients)
+    one.begin(2, 1)
+    one.transition(transition(model, 0))
+    late = transition(model, 1)
+    late.version = guard.version
+    optimizer = adamw(model, fused)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(StaleGraphError, match="policy version 0 cannot be used on version 1"):
+        one.transition(late)
+    with pytest.raises(StaleGraphError, match="policy version 0 cannot be used on version 1"):
+        one.advantages({0: 1.0})
+
+
+@pytest.mark.parametrize("schedule", [Retain, Reweight])
+def test_fsdp2_gives_the_plain_gradient(schedule, mesh) -> None:
+    plain, sharded = Toy(), Toy()
+    fully_shard(sharded, mesh=mesh, reshard_after_forward=True)
+    for model in (plain, sharded):
+        guard = Guard(model)
+        gradients = None if model is plain else Sharded(guard, [model], mesh)
+        one = schedule(guard, gradients=gradients)
+        one.begin(2, 2)
+        for key in (0, 1):
+            for step in (0, 1):
+                one.transition(transition(model, key, step))
+        one.advantages({0: 1.5, 1: -0.5})
+        one.finish()
+    for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad.full_tensor())

@@ -9,8 +9,10 @@ import pytest
 import tiny
 import torch
 
+from leangrpo.data import SampleKey
 from leangrpo.errors import LeanError
-from leangrpo.loading import embedded_folder, load_pipeline, make_trainable
+from leangrpo.loading import embedded_folder, load_pipeline, make_trainable, place
+from leangrpo.policy import Policy, Sampling
 
 
 def test_a_folder_loads_in_the_wanted_dtype(tmp_path) -> None:
@@ -68,3 +70,23 @@ def test_targets_of_ones_own() -> None:
     assert all("to_q.lora_" in n for n in names)
     with pytest.raises(LeanError, match=r"model\.lora\.targets"):
         make_trainable(tiny.tiny_sd3(), "lora", targets=["no_such_layer"])
+
+
+def test_offloaded_components_come_for_their_work_and_go_again() -> None:
+    """The pictures are the same; the encoders work once a prompt, the decoder once a picture."""
+    images, moves = [], []
+    for offloaded in (False, True):
+        pipe = load_pipeline("embedded")
+        place(pipe, "cpu", offload=offloaded)
+        policy = Policy(pipe, Sampling(2, guidance=1.0, call={"max_sequence_length": 0}))
+        for name, part in pipe.components.items():
+            assert hasattr(part, "_hf_hook") == (
+                offloaded and isinstance(part, torch.nn.Module) and name != "transformer"
+            )
+        if offloaded:
+            to = pipe.vae.to
+            pipe.vae.to = lambda device, to=to: (moves.append(device), to(device))[1]
+        keys = [SampleKey(0, 0, g) for g in range(2)]
+        images.append(policy.sample(["the number 47 in blue"] * 2, keys).images)
+    assert torch.equal(*images)
+    assert "cpu" in moves

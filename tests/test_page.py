@@ -163,12 +163,6 @@ def test_many_evaluations_are_thinned(tmp_path: Path) -> None:
     assert len(shown) == 24 and shown[0] == 0 and shown[-1] == 60
 
 
-@pytest.mark.parametrize("schedule", ["native", "retain", "reweight"])
-def test_schedule_has_its_line_below_the_title(schedule: str) -> None:
-    run = Run(Path("none"), {"recipe": "r", "schedule": schedule}, [], [], None)
-    assert f"Schedule <b>{schedule}</b>: " in render(run).split("</header>")[0]
-
-
 def test_long_list_of_prompts_is_cut() -> None:
     rows = [{"prompt": f"p{i}", "reward": 0.0, "exact": None} for i in range(205)]
     line = {"update": 0, "reward": 0.0, "exact": None, "per_prompt": rows}

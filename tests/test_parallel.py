@@ -82,6 +82,7 @@ def cases() -> dict[str, list[str]]:
     )
     late = ("native", "retain")
     add("sd3", double, "step", "parallel={replicate: 1, sync: step}", schedules=late)
+    add("sd3", [], "step float32", "parallel={replicate: 1, sync: step}", schedules=late)
     add("sd3", double, "step copies", "parallel={shard: 1, sync: step}", schedules=late)
     add(
         "sd3",
@@ -97,6 +98,10 @@ def cases() -> dict[str, list[str]]:
     add("sd3", [*double, "objective.kl_in_reward=0.1", "model.train=lora"], "kl in reward", "fsdp")
     dead = [*double, "rewards=[{name: 'many_ranks:flat'}]", SHAPES["m3"]]
     add("sd3", dead, "a flat group", "fsdp", "replicate")
+    add("sd3", [*double, "model.activation_checkpointing=true"], "checkpointing", "fsdp")
+    guided = [*double, "sampling.guidance=4.0", "model.train=lora"]
+    add("sd3", guided, "guided", "fsdp")
+    add("sd3", [*double, "rollout.parts=2", "rollout.epochs=2"], "parts", "fsdp")
     narrow = ["model={dtype: bfloat16, master_dtype: float32, train: full}"]
     add("sd3", narrow, "master", "fsdp", schedules=late)
     return found

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from leangrpo.config import check, load_config, recipe_names, recipe_text, to_yaml
+from leangrpo.checks import check
+from leangrpo.config import load_config, recipe_names, recipe_text, to_yaml
 from leangrpo.errors import LeanError
 
 OWN_PROMPTS = ["flux1-dev-ocr", "sd35m-ocr"]

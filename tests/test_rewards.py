@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 import leangrpo.ocr as ocr_module
-from leangrpo.config import REWARDS as CONFIG_REWARDS
+from leangrpo.checks import REWARDS as CONFIG_REWARDS
 from leangrpo.errors import LeanError, RewardError
 from leangrpo.ocr import FLOOR, Recogniser, recogniser
 from leangrpo.rewards import (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import os
 import random
 import signal
 import subprocess
@@ -204,12 +203,9 @@ def test_first_update(case: str, settings: Callable[..., Config], tmp_path: Path
         for name in ("reward_mean", "reward_std", "rewards", "selected_steps", "advantage_std"):
             assert line[name] == native[name], name
         if schedule == "retain":
-            assert {**line, "schedule": 0, "time": 0, "memory": 0} == {
-                **native,
-                "schedule": 0,
-                "time": 0,
-                "memory": 0,
-            }
+            assert [s["lean"] for s in (*line["steps"], *native["steps"])] == [True, False]
+            own = {"schedule": 0, "time": 0, "memory": 0}
+            assert {**line, **own} == {**native, "steps": line["steps"], **own}
             assert torch.equal(other, gradient)
             assert torch.equal(moved, weights)
         else:
@@ -603,7 +599,7 @@ def test_killed_at_any_moment(
     for _ in range(num):
         process = start(processes, config)
         process.join(draw.uniform(0.1, 1.0) * lasted * (0.6 if num < 10 else 0.3))
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()  # SIGKILL, unless it has just ended
         process.join(60)
         assert process.exitcode in (0, -signal.SIGKILL)
     run(processes, config)
@@ -624,3 +620,87 @@ def run(processes: Any, config: Config) -> None:
     process = start(processes, config)
     process.join(120)
     assert process.exitcode == 0
+
+
+# -- several optimizer steps on a rollout ----------------------------------------------------------
+
+
+def steps_of(config: Config) -> tuple[list[dict[str, Any]], list[Tensor]]:
+    """What the metrics say of an update's optimizer steps, and each one's gradient."""
+    s = set_up(config, quiet=True)
+    gradients: list[Tensor] = []
+
+    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+        gradients.append(torch.cat([p.grad.flatten().clone() for p in s.policy.parameters]))
+
+    hook = s.optimizer.register_step_pre_hook(look)
+    with s.scorer, s.judge:
+        line = one_update(s, 0)
+    hook.remove()
+    s.record.close()
+    return line["steps"], gradients
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_parts_and_epochs(schedule: str, settings: Callable[..., Config], tmp_path: Path) -> None:
+    """Two parts, two passes: four steps, of which only the first can be lean."""
+    both = ("rollout.parts=2", "rollout.epochs=2", f"schedule={schedule}", "optimizer.lr=1e-4")
+    steps, gradients = steps_of(settings(tmp_path / "run", *both, "objective.clip_range=0.1"))
+    assert [(s["epoch"], s["part"]) for s in steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [s["lean"] for s in steps] == [schedule != "native", False, False, False]
+    assert steps[0]["ratio_error"] == 0
+    assert all(s["ratio_error"] > 0 for s in steps[1:])
+    alone = settings(tmp_path / "alone", f"schedule={schedule}", "rollout.prompts=1")
+    _, (first,) = steps_of(alone)
+    assert torch.equal(gradients[0], first), "the first step is an update of the first part"
+
+
+@pytest.mark.parametrize("schedule", ["retain", "reweight"])
+def test_later_steps_do_not_depend_on_the_schedule(
+    schedule: str, settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    both = ("rollout.parts=2", "rollout.epochs=2", "optimizer.lr=1e-4", "advantage.std=global")
+    both += ("objective.clip_range=0.1",)
+    runs = {
+        name: steps_of(settings(tmp_path / name, *both, f"schedule={name}"))
+        for name in ("native", schedule)
+    }
+    (steps, gradients), (native_steps, native) = runs[schedule], runs["native"]
+    for one, other in zip(steps, native_steps, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-6)
+    for one, other in zip(gradients, native, strict=True):
+        assert distance(one, other) < (1e-3 if schedule == "reweight" else 1e-12)
+
+
+def test_clipping_binds_in_later_steps(settings: Callable[..., Config], tmp_path: Path) -> None:
+    """With a range below the ratio's move, samples that have gained enough give no gradient."""
+    passes = ("rollout.epochs=3", "optimizer.lr=1e-3")
+    norms = []
+    for width in ("10.0", "1e-7"):
+        steps, _ = steps_of(settings(tmp_path / width, *passes, f"objective.clip_range={width}"))
+        norms.append([s["grad_norm"] for s in steps])
+    assert norms[0][0] == norms[1][0]
+    assert norms[1][2] < norms[0][2]
+
+
+def test_warmup_and_ema(settings: Callable[..., Config], tmp_path: Path) -> None:
+    """The learning rate rises linearly; the running mean lags behind and survives a resume."""
+    options = ("optimizer.warmup=4", "ema.decay=0.9", "evaluation.every=1", "updates=3")
+    whole = settings(tmp_path / "whole", *options)
+    train(whole, quiet=True)
+    rates = [line["lr"] for line in read_run(tmp_path / "whole").metrics]
+    assert rates == pytest.approx([1e-3 / 4, 1e-3 / 2, 1e-3 * 3 / 4])
+    parts = settings(tmp_path / "parts", *options, "updates=1")
+    train(parts, quiet=True)
+    train(settings(tmp_path / "parts", *options), resume=True, quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    assert optimizer_state(tmp_path / "whole").keys() == optimizer_state(tmp_path / "parts").keys()
+    for name, value in optimizer_state(tmp_path / "whole").items():
+        assert torch.equal(value, optimizer_state(tmp_path / "parts")[name]), name
+
+
+def test_prompts_that_do_not_divide_are_refused(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    with pytest.raises(LeanError, match=r"`rollout.prompts` is 2: .* rollout.parts, which is 3"):
+        train(settings(tmp_path / "run", "rollout.parts=3"), quiet=True)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .advantages import group_advantages
-    from .config import Config, check, load_config, read_prompts, recipe_names
+    from .checks import check
+    from .config import Config, load_config, read_prompts, recipe_names
     from .data import SampleKey, Transition
     from .errors import LeanError
     from .loading import load_pipeline, make_trainable
@@ -28,7 +29,7 @@ _HOMES = {
     "SampleKey": "data",
     "Sampling": "policy",
     "Transition": "data",
-    "check": "config",
+    "check": "checks",
     "group_advantages": "advantages",
     "load_config": "config",
     "load_pipeline": "loading",

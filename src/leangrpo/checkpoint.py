@@ -69,6 +69,9 @@ class Checkpoints:
         self.root, self.keep, self.world = root, keep, world or World()
         self._group: Any = None
         self._pending: tuple[Any, Path, Mapping[str, Any]] | None = None
+        if self.world.is_main:
+            for left in root.glob(".*.partial"):  # by a kill
+                shutil.rmtree(left, ignore_errors=True)
         if self.world.size > 1:  # of its own: the background must not meet the loop's collectives
             self._group = dist.new_group(backend="gloo")
 
@@ -90,7 +93,7 @@ class Checkpoints:
         try:
             if self.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
-                (partial / STATE).mkdir(parents=True)
+                (partial / STATE).mkdir(parents=True, exist_ok=True)  # other ranks make it too
             save_weights(policy, partial, self.world)
             tensors = _flatten(policy, optimizer, ema)
             with warnings.catch_warnings():
@@ -108,6 +111,11 @@ class Checkpoints:
         except (OSError, CheckpointException) as error:
             raise self._refused(partial, folder, error) from error
         return folder
+
+    @property
+    def published(self) -> int:
+        """The newest update on the disk, 0 without any."""
+        return max((int(p.name) for p in folders(self.root)), default=0)
 
     def poll(self) -> None:
         """Publish what the background has finished."""
@@ -136,9 +144,12 @@ class Checkpoints:
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         _flush(self.root)
-        old = sorted(p for p in self.root.glob("[0-9]*") if p.is_dir())[: -self.keep]
-        for path in old:
-            shutil.rmtree(path, ignore_errors=True)
+        # Newer ones are damaged: the run has gone on from one before them.
+        up_to_this = [p for p in folders(self.root) if int(p.name) <= int(folder.name)]
+        kept = up_to_this[-self.keep :]
+        for path in folders(self.root):
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _refused(self, partial: Path, folder: Path, error: BaseException) -> LeanError:
         shutil.rmtree(partial, ignore_errors=True)
@@ -148,10 +159,16 @@ class Checkpoints:
         )
 
 
+def folders(root: Path) -> list[Path]:
+    """The checkpoints below `root`, complete or damaged, the oldest first."""
+    found = (p for p in root.glob("*") if p.name.isdecimal() and p.is_dir())
+    return sorted(found, key=lambda p: int(p.name))
+
+
 def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint whose files match their checksums, and complaints about newer ones."""
     complaints: list[str] = []
-    for folder in sorted((p for p in root.glob("[0-9]*") if p.is_dir()), reverse=True):
+    for folder in reversed(folders(root)):
         try:
             return open_checkpoint(folder), complaints
         except LeanError as error:

@@ -1,6 +1,7 @@
 """The command line: parse, call, print.
 
-Exit codes: 0 done, 1 a bug of ours, 2 a mistake to mend, 130 stopped.
+Exit codes: 0 done, 1 a bug of ours, 2 a mistake to mend, 130 stopped; of a rank also 3, stopped
+because another one was.
 
 Nothing heavy is imported before a command runs, so that help and mistakes are instantaneous.
 """
@@ -11,13 +12,15 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from . import __version__
 from .config import Config, load_config, recipe_names, recipe_text
 from .errors import LeanError
+from .launch import check_for, complain, launch
+from .runfolder import run_folder
 
 app = typer.Typer(
     name="leangrpo",
@@ -41,8 +44,26 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON too.")
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
+Nproc = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc",
+        metavar="N",
+        help="Start N ranks on this machine, as torchrun would.",
+        show_default=False,
+    ),
+]
 AtUpdate = Annotated[
     int | None, typer.Option(help="Which checkpoint; default: the newest one.", show_default=False)
+]
+RunningMean = Annotated[
+    bool | None,
+    typer.Option(
+        "--ema/--no-ema",
+        help="The running mean of the weights, or the weights; default: the mean where there is "
+        "one.",
+        show_default=False,
+    ),
 ]
 
 
@@ -51,15 +72,15 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns about torchvision at import
     try:
         app()
-    except LeanError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        if _is_first_rank():
+            print("stopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except Exception as error:
+        sys.exit(complain(error))
 
 
 def _version(wanted: bool) -> None:
@@ -85,6 +106,7 @@ def train(
         typer.Option("--resume", help="Go on with the run in run.dir from its last checkpoint."),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")] = False,
+    nproc: Nproc = None,
     json_file: JsonFile = None,
 ) -> None:
     """Train a pipeline; without arguments the embedded recipe, in a few minutes on a CPU.
@@ -95,25 +117,39 @@ def train(
     """
     config = _load(settings, resume=resume)
     _check_writable(json_file)
-    from .config import check
+    from .checks import check
 
+    if nproc is not None:
+        check_for(config, nproc, resume=resume)
+    if nproc is not None and nproc > 1:
+        folder = run_folder(config)
+        flags = ["--resume"] * resume + ["--quiet"] * quiet
+        words = [*(settings or []), *([] if config.run.dir else [_run_dir(folder)])]
+        _launch("train", words, flags, nproc, json_file, folder)
     check(config, resume=resume)
+    from .parallel import leave
     from .train import train as run
 
     summary = run(config, resume=resume, quiet=quiet)
+    leave()
     _write_json(json_file, summary)
     if summary["stopped"] == "interrupted":
         raise typer.Exit(130)
 
 
 @app.command()
-def evaluate(run: RunFolder, update: AtUpdate = None, json_file: JsonFile = None) -> None:
+def evaluate(
+    run: RunFolder,
+    update: AtUpdate = None,
+    ema: RunningMean = None,
+    json_file: JsonFile = None,
+) -> None:
     """Score a run's checkpoint on its held-out prompts."""
     _check_writable(json_file)
     config = _of_run(run)
     from .inference import evaluate_run
 
-    result = evaluate_run(config, run, update)
+    result = evaluate_run(config, run, update, ema)
     for name, value in result["rewards"].items():
         print(f"{name:24s} {value:.4f}")
     print(f"{result['num_prompts']} held-out prompts, weights of update {result['update']}")
@@ -130,6 +166,7 @@ def sample(
     num: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise they start from.")] = 0,
     update: AtUpdate = None,
+    ema: RunningMean = None,
     json_file: JsonFile = None,
 ) -> None:
     """Make pictures with a run's weights, by the pipeline's own deterministic sampler."""
@@ -141,27 +178,75 @@ def sample(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LeanError(f"--out {out}: {error.strerror}. Choose another folder.") from error
-    files = sample_run(config, run, prompt, out, num=num, seed=seed, update=update)
+    files = sample_run(config, run, prompt, out, num=num, seed=seed, update=update, ema=ema)
     for file in files:
         print(file)
     _write_json(json_file, {"files": [str(f) for f in files]})
 
 
 @app.command()
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or an empty folder.")],
+    update: AtUpdate = None,
+    ema: RunningMean = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Write a run's weights for plain diffusers: a LoRA file, or a whole pipeline.
+
+    Example: leangrpo export runs/mine my-model
+    """
+    _check_writable(json_file)
+    config = _of_run(run)
+    from .export import export_run
+
+    result = export_run(config, run, out, update=update, ema=ema)
+    what = "LoRA" if result["kind"] == "lora" else "pipeline"
+    print(f"{out}: {what} of update {result['update']}; diffusers loads it with")
+    for line in result["load"]:
+        print(f"  {line}")
+    _write_json(json_file, result)
+
+
+@app.command()
 def bench(
     settings: Settings = None,
     schedules: Annotated[
-        str, typer.Option(help="Which to time, in turn; ratios are to the first.")
-    ] = "native,retain,reweight",
+        str | None,
+        typer.Option(
+            help="Which to time, in turn; ratios are to the first. On several ranks also "
+            "native:step, :group or :update (parallel.sync), and native:step:classic. Default: "
+            "native,retain,reweight, on several ranks after native:step.",
+            show_default=False,
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Updates of each schedule.")] = 5,
+    collectives: Annotated[
+        bool,
+        typer.Option("--collectives", help="Count the collectives of an update instead of timing."),
+    ] = False,
+    nproc: Nproc = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Time the schedules in turn in one process: sampling and backward, without reward."""
+    """Time the schedules in turn in one job: sampling and backward, without reward.
+
+    Examples: leangrpo bench; torchrun --nproc-per-node 2 -m leangrpo bench --collectives
+    """
     _check_writable(json_file)
     config = _load(settings)
+    if nproc is not None:
+        check_for(config, nproc, resume=True)  # it leaves a run's folder alone
+    if nproc is not None and nproc > 1:
+        flags = [f"--schedules={schedules}"] if schedules else []
+        flags += [f"--rounds={rounds}"] + ["--collectives"] * collectives
+        _launch("bench", settings or [], flags, nproc, json_file)
     from .bench import bench as run
+    from .parallel import leave
 
-    _write_json(json_file, run(config, schedules.split(","), rounds))
+    names = schedules.split(",") if schedules else None
+    result = run(config, names, rounds, collectives=collectives)
+    leave()
+    _write_json(json_file, result)
 
 
 @recipes.callback()
@@ -243,8 +328,25 @@ def _check_writable(file: Path | None) -> None:
         raise LeanError(f"--json {file}: cannot be written. Choose a file in an existing folder.")
 
 
+def _launch(
+    command: str,
+    settings: list[str],
+    flags: list[str],
+    nproc: int,
+    json_file: Path | None,
+    folder: Path | None = None,
+) -> NoReturn:
+    """Run a command on several ranks, and end as they do."""
+    out = [] if json_file is None else ["--json", str(json_file)]
+    raise typer.Exit(launch([command, *flags, *out, "--", *settings], nproc, folder))
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _write_json(file: Path | None, result: Any) -> None:
-    if file is None:
+    if file is None or not _is_first_rank():
         return
     try:
         file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -49,6 +49,12 @@ class Transition:
     weight: float = 1.0
     version: int | None = None
     process: int = field(default_factory=os.getpid)
+
+    def without_graph(self) -> Transition:
+        """The same step for a later replay; its graph may go."""
+        kl = None if self.kl is None else self.kl.detach()
+        mean = None if self.mean is None else self.mean.detach()
+        return replace(self, log_prob=self.log_prob.detach(), kl=kl, mean=mean)
 
 
 @dataclass(frozen=True, slots=True)

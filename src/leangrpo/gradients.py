@@ -7,7 +7,7 @@ then one reduce-scatter (paper, sec. 4.3.2, eq. 25, and appendix C for why not t
 
 Under FSDP2 a provisional gradient *cannot* be synchronised early: it is taken out of the
 unsharded parameter as autograd accumulates it, before FSDP2 looks for something to reduce. Only
-public API: hooks on the unsharded parameters, `reduce_scatter_tensor`, `DTensor.from_local`.
+public API: hooks on the unsharded parameters, one reduce-scatter, `DTensor.from_local`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ BUCKET_BYTES = 32 * 2**20
 """Bytes that travel in one collective: small tensors together, and one under way at a time."""
 
 
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class Gradients(Protocol):
     """The contract; see the module.
 
-    `parameters` are what the optimizer steps. `skippable` says whether a rank may leave out a
-    backward that others run. Between `before` and `after` lies one backward, which an `idle` one
-    must leave no trace of. `reduce` adds up what `part(indices)` gives over the ranks, bucket by
-    bucket, each called equally often on every rank; `reached` says where this rank has a gradient.
-    `finish` writes `.grad`.
+    `parameters` are what the optimizer steps. `alone`: there are no other ranks. `skippable` says
+    whether a rank may leave out a backward that others run. Between `before` and `after` lies one
+    backward, which an `idle` one must leave no trace of. `reduce` adds up what `part(indices)`
+    gives over the ranks, bucket by bucket, each called equally often on every rank; `reached` says
+    where this rank has a gradient. `finish` writes `.grad`.
     """
 
     sync: Sync
+    alone: bool
 
     @property
     def parameters(self) -> list[nn.Parameter]: ...
@@ -73,6 +77,7 @@ class Local:
 
     sync: Sync = "update"
     skippable = True
+    alone = True
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
@@ -123,6 +128,8 @@ class Local:
 
 class Replicated(Local):
     """A whole copy of the weights on every rank of `group`: one bucketed all-reduce."""
+
+    alone = False
 
     def __init__(
         self,
@@ -194,6 +201,7 @@ class Sharded:
     """
 
     skippable = False
+    alone = False
 
     def __init__(
         self,
@@ -212,12 +220,13 @@ class Sharded:
         self.replicate_group = mesh.get_group("replicate") if "replicate" in names else None
         self.num_shards = dist.get_world_size(self.shard_group)
         self._current: Gradient = []
-        self._idle = False
+        self._idle = self._open = False
         index = {id(p): i for i, p in enumerate(guard.parameters)}
         for root in modules:
             units: list[Any] = [m for m in root.modules() if isinstance(m, FSDPModule)]
             for unit in units:
                 unit.set_gradient_divide_factor(1.0)  # a sum: the schedule divides by N S
+                unit.set_force_sum_reduction_for_comms(True)  # gloo can add, but not scale and add
             for unit, owned in _owned(root, units).items():
                 slots = [
                     (m, name, index[id(m._parameters[name])])
@@ -235,7 +244,7 @@ class Sharded:
 
     def begin(self) -> None:
         """Open an update; gradients already in `.grad` are added to."""
-        self._current = [None] * len(self.parameters)
+        self._current, self._open = [None] * len(self.parameters), True
         self._done: Gradient = [None if p.grad is None else _local(p.grad) for p in self.parameters]
         if self.sync != "step":
             for parameter in self.parameters:
@@ -261,6 +270,8 @@ class Sharded:
 
     def caught(self, index: int, parameter: Tensor) -> None:
         """Autograd has accumulated into an unsharded parameter: take the gradient away."""
+        if not self._open:  # another schedule's update, over the same weights
+            return
         g = parameter.grad
         assert g is not None
         if self.sync == "step":
@@ -288,7 +299,7 @@ class Sharded:
         dtype = _wire_dtype(some[0].dtype, self.dtype)
         ranks = self.num_shards
         rows = [-(-p.shape[0] // ranks) for p in some]  # as torch.chunk: the last may be short
-        sizes = [row * p[0:1].numel() for row, p in zip(rows, some, strict=True)]
+        sizes = [row * p.shape[1:].numel() for row, p in zip(rows, some, strict=True)]
         buffer = torch.zeros(ranks, sum(sizes), dtype=dtype, device=some[0].device)
         at = 0
         for g, row, size in zip(own, rows, sizes, strict=True):
@@ -297,9 +308,7 @@ class Sharded:
                     buffer[rank, at : at + chunk.numel()] = chunk.reshape(-1)
             at += size
         shard = torch.empty(sum(sizes), dtype=dtype, device=buffer.device)
-        work = dist.reduce_scatter_tensor(
-            shard, buffer.view(-1), group=self.shard_group, async_op=True
-        )
+        work = _reduce_scatter(shard, buffer.view(-1), group=self.shard_group, async_op=True)
 
         def land() -> None:
             work.wait()
@@ -314,6 +323,7 @@ class Sharded:
 
     def finish(self) -> None:
         """Write the finished shards to `.grad`, as DTensors of each parameter's dtype."""
+        self._open = False
         if self.sync == "step":
             return  # FSDP2 has written them
         for parameter, g in zip(self.parameters, self._done, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +22,17 @@ _OWN_PROMPTS = -3
 """The `update` of the noise of `sample`: neither training nor evaluation has it."""
 
 
-def load_run(config: Config, run: Path, update: int | None) -> tuple[Policy, int]:
-    """A run's policy with the weights of a checkpoint (the newest sound one by default)."""
+def load_run(
+    config: Config, run: Path, update: int | None = None, ema: bool | None = None
+) -> tuple[Policy, int]:
+    """A run's policy with the weights of a checkpoint (the newest sound one by default).
+
+    Their running mean with `ema`; by default where the run has one, and the terminal says so.
+    """
+    has_mean = config.ema.decay > 0
+    if ema and not has_mean:
+        raise LeanError(f"{run} has no running mean: it was made with ema.decay=0. Use --no-ema.")
+    ema = has_mean if ema is None else ema
     root = run / "checkpoints"
     if update is None:
         found, complaints = checkpoint.newest(root)
@@ -34,19 +44,28 @@ def load_run(config: Config, run: Path, update: int | None) -> tuple[Policy, int
         found = checkpoint.open_checkpoint(root / f"{update:06d}")
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
+    # Without steps to take there is no need for master weights, nor for a reference policy.
+    model = config.model.model_copy(update={"master_dtype": None})
+    objective = config.objective.model_copy(update={"kl": 0.0, "kl_in_reward": 0.0})
+    config = config.model_copy(update={"model": model, "objective": objective})
     policy = make_policy(config, pick_device(config.run.device))
-    checkpoint.load_weights(policy, found.folder)
+    checkpoint.load_weights(policy, found.folder, ema=ema)
+    if has_mean:
+        what = "the running mean of the weights" if ema else "the weights, not their running mean"
+        print(f"update {found.update}: {what}", file=sys.stderr, flush=True)
     return policy, found.update
 
 
-def evaluate_run(config: Config, run: Path, update: int | None) -> dict[str, Any]:
+def evaluate_run(
+    config: Config, run: Path, update: int | None, ema: bool | None = None
+) -> dict[str, Any]:
     """Score a checkpoint on the run's held-out prompts; the line of `evaluations.jsonl`."""
     if not config.prompts.heldout:
         raise LeanError(
             f"{run} has no held-out prompts: prompts.heldout is null in its config.yaml."
         )
     prompts = read_prompts(config.prompts.heldout, heldout=True)[: config.evaluation.prompts]
-    policy, at = load_run(config, run, update)
+    policy, at = load_run(config, run, update, ema)
     started = time.perf_counter()
     scorer, judge = make_scorers(config)
     with scorer, judge:
@@ -64,11 +83,12 @@ def sample_run(
     num: int,
     seed: int,
     update: int | None,
+    ema: bool | None = None,
 ) -> list[Path]:
     """Write `num` pictures (PNG; videos as GIF) of every prompt to `out`; returns the files."""
     from PIL import Image
 
-    policy, _ = load_run(config, run, update)
+    policy, _ = load_run(config, run, update, ema)
     out.mkdir(parents=True, exist_ok=True)
     policy.seed = seed
     files = []

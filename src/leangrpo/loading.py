@@ -71,6 +71,23 @@ def load_pipeline(
     return pipe
 
 
+def place(pipe: Any, device: str | torch.device, *, offload: bool = False) -> None:
+    """Put a pipeline on a device; with `offload`, all but the denoisers only while they work.
+
+    Sharded denoisers are on their device already. The policy sends the others back to the host
+    when prompts are encoded and pictures are decoded.
+    """
+    for name, component in pipe.components.items():
+        if not isinstance(component, nn.Module):
+            continue
+        if offload and name not in DENOISERS:
+            from accelerate import cpu_offload_with_hook
+
+            cpu_offload_with_hook(component, device)
+        else:
+            component.to(device)
+
+
 def _align(module: nn.Module) -> None:
     """Move weights that lie in a mapped file to memory of their own.
 

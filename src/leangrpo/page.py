@@ -29,14 +29,6 @@ from .runfolder import PAGE, Run, read_run, replace_file
 
 MOST_POINTS, MOST_BARS, MOST_SHEETS, MOST_PROMPTS = 400, 60, 24, 200
 
-# One line under the title; SCHEDULES has the longer one, of the notes.
-SHORT = {
-    "native": "samples without gradients, then runs the model again",
-    "retain": "keeps the rollout's graphs until the advantage is known",
-    "reweight": "backpropagates at once with advantage one, and corrects the gradient when the "
-    "advantage is known",
-}
-
 SCHEDULES = {
     "native": "every selected step is evaluated a second time, with gradients, once the rewards "
     "are known; the baseline that the other two are compared with",
@@ -103,11 +95,8 @@ def _version(run: Run) -> str:
 
 def _header(run: Run, name: str) -> str:
     state = str((run.summary or {}).get("stopped", "not finished"))
-    schedule = str(run.config.get("schedule") or "")
-    lines = [escape(str(run.config.get("description") or ""))]
-    if schedule in SHORT:
-        lines.append(f"<small>Schedule <b>{schedule}</b>: {SHORT[schedule]}.</small>")
-    paragraphs = "".join(f"<p>{line}</p>" for line in lines if line)
+    description = escape(str(run.config.get("description") or ""))
+    paragraphs = f"<p>{description}</p>" if description else ""
     return (
         f"<header><h1>{escape(name)}</h1>"
         f'<span class="state {"good" if state == "finished" else ""}">{escape(state)}</span>'

@@ -115,6 +115,7 @@ th[aria-sort="descending"] button::after { content: " ↓"; }
 .notes li { margin: 5px 0; }
 details summary { padding: 12px 16px; cursor: pointer; }
 pre { margin: 0; padding: 4px 18px 16px; overflow-x: auto; font-size: 13px; line-height: 1.5; }
+@media print { pre { white-space: pre-wrap; } }
 pre, code { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 code { font-size: 13px; }
 footer { padding-top: 44px; padding-bottom: 36px; }

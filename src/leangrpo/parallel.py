@@ -218,7 +218,7 @@ def make_gradients(
     modules = list(denoisers)
     sharded = [isinstance(m, FSDPModule) for m in modules]
     if all(sharded) and modules:
-        _refuse_unsharded(modules)
+        _refuse_unsharded(modules, guard)
         mesh = world.mesh["shard"] if world.size == world.shards else world.mesh
         return Sharded(guard, modules, mesh, sync=sync, dtype=reduce)
     if world.size == 1:
@@ -250,8 +250,9 @@ def scatter_like(full: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _refuse_unsharded(modules: Sequence[nn.Module]) -> None:
-    """A trained parameter outside every FSDP2 unit would never be averaged (case 17)."""
+def _refuse_unsharded(modules: Sequence[nn.Module], guard: Guard) -> None:
+    """A trained parameter outside every FSDP2 unit would never be averaged, and one that sharding
+    has replaced would never be updated."""
     from torch.distributed.tensor import DTensor
 
     for module in modules:
@@ -261,6 +262,11 @@ def _refuse_unsharded(modules: Sequence[nn.Module]) -> None:
                     f"{type(module).__name__}.{name} is trained but not sharded: its gradient "
                     "would differ between ranks. Add it before the model is sharded."
                 )
+    if not all(isinstance(parameter, DTensor) for parameter in guard.parameters):
+        raise LeanError(
+            "The parameters to train were looked up before the model was sharded, which replaced "
+            "them. Build the policy, and the optimizer, after sharding."
+        )
 
 
 def _exact_parts(module: nn.Module) -> list[nn.Module]:

@@ -22,6 +22,7 @@ from .errors import LeanError, problem
 from .guard import Guard
 from .kernels import Kernel, kl_to_reference, make_kernel, stds
 from .noise import INITIAL, normal
+from .pipeline import arguments, decode_in_own_dtype, main_dtype, remember_prompts
 from .stochastic import Tape, make_stochastic
 from .stopwatch import Stopwatch
 
@@ -100,6 +101,7 @@ class Policy:
             clip_range=config.get("clip_sample_range", 1.0) if config.get("clip_sample") else None,
         )
         self._plans: dict[tuple[Any, ...], Plan] = {}
+        self.on_call: Callable[[str, int], None] | None = None
         self._schedulers: dict[Any, Any] = {}
         self._reference = dict(reference) if reference else None
         self.dtype = dtype
@@ -107,14 +109,16 @@ class Policy:
         self.denoisers = [getattr(pipe, name) for name in self.names]
         self.guard = Guard(self.denoisers)
         self._hooks = []
-        for module in (*self.denoisers, *(self._reference or {}).values()):
+        networks = list(zip(self.names, self.denoisers, strict=True))
+        networks += [(f"reference {n}", m) for n, m in (self._reference or {}).items()]
+        for name, module in networks:
             module.eval()  # dropout off; nothing else in a denoiser depends on the mode
-            hook = _DenoiserHook(self, module)
+            hook = _DenoiserHook(self, name, module)
             self._hooks.append(
                 module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             )
-        _remember_prompts(pipe)
-        _decode_in_own_dtype(pipe)
+        remember_prompts(pipe)
+        decode_in_own_dtype(pipe)
         pipe.set_progress_bar_config(disable=True)
         pipe._leangrpo = self
         self.sampling = sampling
@@ -174,7 +178,7 @@ class Policy:
                 )
             self._plans[key] = Plan(
                 shape=tape.shape[1:],
-                dtype=torch.promote_types(_main_dtype(self.denoisers[0]), torch.float32),
+                dtype=torch.promote_types(main_dtype(self.denoisers[0]), torch.float32),
                 table=table,
                 timesteps=scheduler.full_timesteps.cpu(),
                 std=stds(self.kernel, table),
@@ -337,7 +341,7 @@ class Policy:
             self.pipe.scheduler = scheduler
         scheduler.tape, self._tape = tape, tape
         try:
-            output = self.pipe(**_arguments(self.pipe, sampling, prompts), **kwargs)
+            output = self.pipe(**arguments(self.pipe, sampling, prompts), **kwargs)
         finally:
             scheduler.tape = None
         return output[0]
@@ -346,14 +350,15 @@ class Policy:
 class _DenoiserHook:
     """Before every denoiser call: gradients on for a selected step, inputs in the network's dtype.
 
-    Installed first (`prepend`), so that a sharded module finds gradients on when it prepares its
-    own backward. Timesteps, guidance and position ids keep the precision the pipeline gave them:
-    rounded to 16 bits they would be other numbers (978.26 becomes 980).
+    `Policy.on_call(name, step)`, where set, is told. Installed first (`prepend`), so that a sharded
+    module finds gradients on when it prepares its own backward. Timesteps, guidance and position
+    ids keep the precision the pipeline gave them: rounded to 16 bits they would be other numbers
+    (978.26 becomes 980).
     """
 
-    def __init__(self, policy: Policy, module: nn.Module) -> None:
-        self.policy = policy
-        self.dtype = policy.dtype or _main_dtype(module)
+    def __init__(self, policy: Policy, name: str, module: nn.Module) -> None:
+        self.policy, self.name = policy, name
+        self.dtype = policy.dtype or main_dtype(module)
         self.names = list(inspect.signature(module.forward).parameters)
 
     def __call__(
@@ -363,6 +368,8 @@ class _DenoiserHook:
         tape = getattr(scheduler, "tape", None)
         if tape is not None:
             torch.set_grad_enabled(tape.grad and scheduler.cursor in tape.selected)
+            if self.policy.on_call is not None:
+                self.policy.on_call(self.name, scheduler.cursor)
         args = tuple(self._cast(n, a) for n, a in zip(self.names, args, strict=False))
         kwargs = {name: self._cast(name, value) for name, value in kwargs.items()}
         if tape is not None and tape.capture is not None:
@@ -382,101 +389,6 @@ class _DenoiserHook:
 
 
 _EXACT = frozenset({"timestep", "timesteps", "t", "guidance", "image_rotary_emb", "freqs"})
-
-
-def _arguments(pipe: Any, sampling: Sampling, prompts: Sequence[str]) -> dict[str, Any]:
-    """Keyword arguments for the pipeline's call, each one it really has.
-
-    Raises LeanError that names the setting and the argument the pipeline lacks.
-    """
-    accepted = inspect.signature(type(pipe).__call__).parameters
-    wanted: dict[str, tuple[str, Any]] = {
-        "guidance_scale": ("sampling.guidance", sampling.guidance),
-        "height": ("sampling.height", sampling.height),
-        "width": ("sampling.width", sampling.width),
-        "num_frames": ("sampling.num_frames", sampling.num_frames),
-        "negative_prompt": ("sampling.negative_prompt", sampling.negative_prompt),
-    }
-    if sampling.negative_prompt is not None:
-        wanted["negative_prompt"] = (
-            "sampling.negative_prompt",
-            [sampling.negative_prompt] * len(prompts),
-        )
-    wanted |= {name: (f"sampling.call.{name}", value) for name, value in sampling.call.items()}
-    arguments: dict[str, Any] = {
-        "prompt": list(prompts),
-        "num_inference_steps": sampling.steps,
-        "return_dict": False,
-    }
-    for name, (setting, value) in wanted.items():
-        if value is None:
-            continue
-        if name not in accepted:
-            raise problem(
-                setting,
-                value,
-                f"{type(pipe).__name__} takes no argument {name!r}; it takes "
-                + ", ".join(sorted(set(accepted) - {"self"})),
-            )
-        arguments[name] = value
-    return arguments
-
-
-def _remember_prompts(pipe: Any, capacity: int = 64) -> None:
-    """Memoise `pipe.encode_prompt`, its floating outputs in float32 at least.
-
-    A group shares its prompt and a replay must not encode again. Pipelines take the dtype of their
-    latents from the embeddings, so float32 embeddings keep the latents float32 from the first
-    step; the denoiser's hook casts them back without loss.
-    """
-    original = pipe.encode_prompt
-    known: dict[Any, Any] = {}
-
-    def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
-            return _widen(original(*args, **kwargs))
-        key = repr((args, sorted(kwargs.items())))
-        if key not in known:
-            while len(known) >= capacity:
-                known.pop(next(iter(known)))
-            known[key] = _widen(original(*args, **kwargs))
-        return known[key]
-
-    encode_prompt.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    pipe.encode_prompt = encode_prompt
-
-
-def _widen(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            return value
-        return value.detach().to(torch.promote_types(value.dtype, torch.float32))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_widen(v) for v in value)
-    return value
-
-
-def _decode_in_own_dtype(pipe: Any) -> None:
-    """Let `pipe.vae.decode` take float32 latents, whatever dtype the VAE has."""
-    vae = getattr(pipe, "vae", None)
-    if vae is None:
-        return
-    original = vae.decode
-
-    def decode(z: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(z.to(_main_dtype(vae)), *args, **kwargs)
-
-    decode.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    vae.decode = decode
-
-
-def _main_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype most of a network's own weights have (adapters and a few norms may differ)."""
-    counts: dict[torch.dtype, int] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.is_floating_point() and "lora_" not in name:
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    return max(counts, key=lambda dtype: counts[dtype])
 
 
 def _adapter_layers(module: nn.Module) -> bool:

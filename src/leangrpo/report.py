@@ -17,6 +17,7 @@ from torch import Tensor
 from . import __version__
 from .console import LiveView, is_terminal, print_safely
 from .errors import LeanError
+from .launch import is_started, resume_command
 from .pictures import save_grid, side_by_side
 from .runfolder import (
     CONFIG,
@@ -144,7 +145,7 @@ class RunRecord:
         if page:
             self._say(f"report: {page}", always=True)
         if whole.get("stopped") == "interrupted":
-            self._say(f"go on with: leangrpo train {self.folder} --resume", always=True)
+            self._say(f"go on with: {resume_command(self.folder)}", always=True)
         return whole
 
     def failed(self, error: BaseException, update: int) -> None:
@@ -152,10 +153,11 @@ class RunRecord:
         self.close()
         if update > 0 and not isinstance(error, KeyboardInterrupt | SystemExit):
             self._page()
-            print_safely(
-                f"{update} updates are saved in {self.folder}; once the cause is mended, go on "
-                f"with: leangrpo train {self.folder} --resume"
-            )
+            if not is_started():
+                print_safely(
+                    f"{update} updates are saved in {self.folder}; once the cause is mended, go on "
+                    f"with: {resume_command(self.folder)}"
+                )
 
     def close(self) -> None:
         """Flush TensorBoard and leave the terminal as it was."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from .config import Config
 from .errors import LeanError
 
 CONFIG, SUMMARY, LOG, PAGE = "config.yaml", "summary.json", "log.txt", "report.html"
@@ -25,6 +27,13 @@ class Run:
     metrics: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     summary: dict[str, Any] | None
+
+
+def run_folder(config: Config) -> Path:
+    """The run's folder; without `run.dir`, `runs/<recipe>-<date-time>`."""
+    if config.run.dir:
+        return Path(config.run.dir).expanduser()
+    return Path("runs") / f"{config.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def read_run(folder: str | Path) -> Run:

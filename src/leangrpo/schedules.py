@@ -164,9 +164,14 @@ class _Common:
                 torch.autograd.backward([t.log_prob], [seed])
             else:
                 torch.autograd.backward([t.log_prob, t.kl], [seed, kl_seed])
-        with self.watch.stage("sync" if self.gradients.sync == "step" else "backward"):
+        with self.watch.stage(self._sync_stage if self.gradients.sync == "step" else "backward"):
             self.gradients.after()
         self.statistics.num_backwards += 1
+
+    @property
+    def _sync_stage(self) -> str:
+        """In one process nothing travels, and what is left of a reduction is the correction."""
+        return "backward" if self.gradients.alone else "sync"
 
     def _is_flat(self, t: Transition) -> bool:
         """Whether a transition has no gradient: idle, or all its advantages are zero."""
@@ -205,7 +210,7 @@ class _Deferred(_Common):
 
     def _synchronise(self) -> None:
         """Add the ranks' gradients since the last time."""
-        with self.watch.stage("sync"):
+        with self.watch.stage(self._sync_stage):
             taken = self.gradients.take()
             reached = [g is not None for g in taken]
             self.gradients.reduce(lambda indices: [taken[i] for i in indices], reached)
@@ -425,7 +430,7 @@ class Reweight(_Common):
 
     def _synchronise(self) -> None:
         """Correct bucket by bucket, each while the one before is added up over the ranks."""
-        with self.watch.stage("sync"):
+        with self.watch.stage(self._sync_stage):
             self.gradients.reduce(self._ledger.part, self._ledger.reached())
             self._ledger.settle()
 

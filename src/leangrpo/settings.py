@@ -81,6 +81,9 @@ class Model(Settings):
         "full", description="train every weight of the denoiser, or adapters on its layers"
     )
     lora: Lora = Field(Lora(), description="the adapters")
+    offload: bool = Field(
+        False, description="text encoders and VAE wait in the host's memory while they are not used"
+    )
     activation_checkpointing: bool = Field(
         False, description="recompute activations inside a backward: less memory, more time"
     )
@@ -158,6 +161,14 @@ class Rollout(Settings):
     prompts: Int = Field(8, ge=1, description="prompts (groups) per update")
     generations: Int = Field(12, ge=1, description="generations per prompt (group size), 2 or more")
     micro_batch: Int = Field(1, ge=1, description="generations in one forward")
+    parts: Int = Field(
+        1, ge=1, description="optimizer steps on a rollout, each on its own share of the prompts"
+    )
+    epochs: Int = Field(
+        1,
+        ge=1,
+        description="passes over a rollout; all steps but the very first run the model again",
+    )
 
 
 class Advantage(Settings):

@@ -5,22 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import checkpoint
-from .config import Config, check, config_hash, read_prompts, to_yaml
+from .checks import check
+from .collectives import Collectives
+from .config import Config, config_hash, read_prompts, to_yaml
 from .ema import Ema
 from .errors import LeanError, problem
+from .gradients import Gradients
 from .layout import Layout, classic_layout, shared_layout
-from .loading import copy_denoisers, denoisers, load_pipeline, make_trainable
+from .loading import copy_denoisers, denoisers, load_pipeline, make_trainable, place
 from .parallel import World, join, make_gradients, shard_denoiser
 from .policy import Policy, Sampling
 from .report import Onlooker, RunRecord
 from .rewards import Scorer
+from .runfolder import run_folder
 from .schedules import Native, Retain, Reweight, Schedule
 from .selection import select
 from .stopwatch import Stopwatch
@@ -28,15 +31,17 @@ from .stopwatch import Stopwatch
 
 @dataclass
 class Setup:
-    """What the loop works with. `judge` scores evaluations, `start` counts updates already done.
+    """What the loop works with. `judge` scores evaluations, `schedule` has the first
+    optimizer step of an update, `later` the others. `start` counts updates already done.
     `whole` is false from an optimizer step until its update has been counted: the weights are then
-    no update's."""
+    no update's. `order` watches the collectives, if they are to be compared."""
 
     config: Config
     world: World
     layout: Layout
     policy: Policy
     schedule: Schedule
+    later: Schedule
     optimizer: torch.optim.Optimizer
     ema: Ema | None
     scorer: Scorer
@@ -48,6 +53,7 @@ class Setup:
     stds: list[float]
     start: int
     device: torch.device
+    order: Collectives | None
     whole: bool = field(default=True, init=False)
 
     @property
@@ -83,6 +89,10 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
     policy = make_policy(config, device, watch, world)
     stds = policy.plan().std.tolist()
     select(config.selection, stds, seed=config.seed, update=0)
+    gradients = make_gradients(
+        policy.guard, policy.denoisers, world, sync=p.sync, reduce=getattr(torch, p.reduce_dtype)
+    )
+    again = config.model_copy(update={"schedule": "native"})
     layout = make_layout(config, world)
     world.open_teams(layout)
     c = config.optimizer
@@ -111,7 +121,8 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         world=world,
         layout=layout,
         policy=policy,
-        schedule=make_schedule(config, policy, watch, world),
+        schedule=make_schedule(config, policy, watch, gradients),
+        later=make_schedule(again, policy, watch, gradients),
         optimizer=optimizer,
         ema=ema,
         scorer=scorer,
@@ -123,14 +134,22 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         stds=stds,
         start=start,
         device=device,
+        order=make_order(policy, world) if p.check and world.size > 1 else None,
     )
 
 
+def make_order(policy: Policy, world: World) -> Collectives:
+    """What compares the ranks' collectives, and which denoiser each of them calls."""
+    order = Collectives.of(world)
+    policy.on_call = order.call
+    return order
+
+
 def make_layout(config: Config, world: World) -> Layout:
-    """Which rank samples what in every update."""
+    """Which rank samples what, the same for every part of every update."""
     make = shared_layout if config.parallel.layout == "shared" else classic_layout
     r = config.rollout
-    return make(r.prompts, r.generations, world.size, r.micro_batch)
+    return make(r.prompts // r.parts, r.generations, world.size, r.micro_batch)
 
 
 def make_policy(
@@ -141,10 +160,11 @@ def make_policy(
 ) -> Policy:
     """Load the pipeline, choose what is trained, shard it, make it stochastic."""
     m, k = config.model, config.kernel
+    compute = None if m.master_dtype in (None, m.dtype) else getattr(torch, m.dtype)
+    sharded = world is not None and world.mesh is not None and (world.shards > 1 or bool(compute))
     pipe = load_pipeline(
         m.pipeline,
         dtype=getattr(torch, m.master_dtype or m.dtype),
-        device=device,
         revision=m.revision,
         variant=m.variant,
     )
@@ -160,11 +180,14 @@ def make_policy(
     sampling = Sampling(**config.sampling.model_dump())
     with_kl = config.objective.kl > 0 or config.objective.kl_in_reward > 0
     reference = copy_denoisers(pipe) if with_kl and m.train == "full" else None
-    compute = None if m.master_dtype in (None, m.dtype) else getattr(torch, m.dtype)
-    if world is not None and world.mesh is not None and (world.shards > 1 or compute):
+    if sharded:
+        assert world is not None
         reduce = getattr(torch, config.parallel.reduce_dtype)
         for module in (*denoisers(pipe).values(), *(reference or {}).values()):
             shard_denoiser(module, world.mesh, compute=compute, reduce=reduce)
+    place(pipe, device, offload=m.offload)
+    for module in (reference or {}).values():
+        module.to(device)
     policy = Policy(
         pipe,
         sampling,
@@ -180,14 +203,10 @@ def make_policy(
 
 
 def make_schedule(
-    config: Config, policy: Policy, watch: Stopwatch, world: World | None = None
+    config: Config, policy: Policy, watch: Stopwatch, gradients: Gradients | None = None
 ) -> Schedule:
     """The schedule a config names, over the policy's parameters."""
     kl, p = config.objective.kl, config.parallel
-    reduce = getattr(torch, p.reduce_dtype)
-    gradients = make_gradients(
-        policy.guard, policy.denoisers, world or World(), sync=p.sync, reduce=reduce
-    )
     makers: dict[str, Callable[[], Schedule]] = {
         "retain": lambda: Retain(policy, kl=kl, gradients=gradients, watch=watch),
         "reweight": lambda: Reweight(
@@ -228,13 +247,6 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise problem("run.device", name, "torch sees no CUDA device", "Use run.device=cpu.")
     return device
-
-
-def run_folder(config: Config) -> Path:
-    """The run's folder; without `run.dir`, `runs/<recipe>-<date-time>`."""
-    if config.run.dir:
-        return Path(config.run.dir).expanduser()
-    return Path("runs") / f"{config.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _found_by_the_first(world: World, config: Config, folder: Path) -> checkpoint.Checkpoint | None:

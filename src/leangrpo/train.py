@@ -8,18 +8,18 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .advantages import group_advantages, subtract_kl
 from .checkpoint import Checkpoints, weights_sha256
+from .collectives import in_order
 from .config import Config, config_hash
 from .data import SampleKey, Transition
 from .errors import LeanError
@@ -27,13 +27,15 @@ from .evaluation import evaluate
 from .layout import Slot
 from .noise import generator
 from .parallel import World, whole
-from .policy import Policy
 from .report import Onlooker
-from .rewards import Scores
 from .runfolder import EVALUATIONS, read_lines
-from .schedules import Schedule, Statistics
-from .selection import select
+from .schedules import Schedule
+from .scoreboard import Scoreboard
+from .selection import Selection, select
 from .setup import Setup, set_up
+
+SAME_REQUEST_S = 2.0
+"""Seconds within which two signals to a rank are one request to stop."""
 
 
 def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
@@ -82,7 +84,9 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
     except BaseException as error:
         if done > max(saved, 0) and s.whole and world.size == 1:
             keep(done)
-        record.failed(error, done)
+        with suppress(Exception):  # the first error counts
+            checkpoints.poll()
+        record.failed(error, checkpoints.published)
         raise
     summary = {
         "schedule": config.schedule,
@@ -93,107 +97,141 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
         "weights_sha256": weights_sha256(policy),
         "stopped": stopped,
     }
-    return record.finish(summary)
+    # All ranks stay until the first has written its files: one that ends may end the others.
+    return world.share(record.finish(summary))  # type: ignore[no-any-return]
 
 
+@in_order
 def one_update(s: Setup, update: int) -> dict[str, Any]:
-    """One optimizer update (0-based); returns its line of `metrics.jsonl`."""
-    config, policy, schedule, watch, world = s.config, s.policy, s.schedule, s.watch, s.world
+    """A rollout and its optimizer steps (0-based); returns its line of `metrics.jsonl`.
+
+    With `rollout.parts` the prompts are split and each part has a step of its own; with
+    `rollout.epochs` all parts are passed again. Only the first step is on-policy: the others run
+    the model again at the weights they find, with the clipped ratio (paper, table 6).
+    """
+    c, watch = s.config.rollout, s.watch
     watch.reset()
-    num_prompts, num_generations = config.rollout.prompts, config.rollout.generations
-    selection = select(config.selection, s.stds, seed=config.seed, update=update)
-    schedule.begin(num_prompts * num_generations, len(selection.selected))
-    drawn = draw_prompts(s.prompts, config.seed, update, num_prompts)
-    table = Scoreboard(num_prompts, num_generations, s.scorer.names)
+    selection = select(s.config.selection, s.stds, seed=s.config.seed, update=update)
+    table = Scoreboard(c.prompts, c.generations, s.scorer.names)
+    stored: dict[int, list[Transition]] = {part: [] for part in range(c.parts)}
+    steps = [(epoch, part) for epoch in range(c.epochs) for part in range(c.parts)]
+
+    s.schedule.begin(c.prompts // c.parts * c.generations, len(selection.selected))
+    for part in reversed(range(c.parts)):  # the first last: its graphs wait for no other sampling
+        roll_out(s, update, part, selection, table, stored[part], last=part == 0)
+    line_steps = [finish_step(s, update, s.schedule, lean=s.schedule.needs_graph)]
+    for _, part in steps[1:]:
+        s.later.begin(c.prompts // c.parts * c.generations, len(selection.selected))
+        for transition in stored[part]:
+            s.later.transition(transition)
+        s.later.advantages(
+            {k: table.advantage(k) for t in stored[part] if t.weight for k in t.keys}
+        )
+        line_steps.append(finish_step(s, update, s.later, lean=False))
+    if s.ema is not None:
+        s.ema.step(update + 1)
+    for place, one in zip(steps, line_steps, strict=True):
+        one |= dict(zip(("epoch", "part"), place, strict=True))
+    return _line(s, update, selection.selected, table, line_steps)
+
+
+def roll_out(
+    s: Setup,
+    update: int,
+    part: int,
+    selection: Selection,
+    table: Scoreboard,
+    stored: list[Transition],
+    *,
+    last: bool,
+) -> None:
+    """Sample a part's prompts and score them; the first part's steps go to the schedule.
+
+    Selected steps that a later optimizer step will train on are put into `stored`, without graphs.
+    `last`: nothing more is sampled, so the deviation of all the update's rewards is known.
+    """
+    config, policy, world = s.config, s.policy, s.world
+    schedule = s.schedule if part == 0 else None
+    grad = schedule is not None and schedule.needs_graph
+    keep = part > 0 or config.rollout.epochs > 1
+    offset = part * s.layout.prompts
+    drawn = draw_prompts(s.prompts, config.seed, update, config.rollout.prompts)
     waves = s.layout.of(world.rank)
+    mine: list[tuple[int, int]] = []
+
+    def take(slot: Slot, transition: Transition) -> None:
+        transition.weight = 0.0 if slot.idle else 1.0
+        if keep:
+            stored.append(transition.without_graph())
+        if schedule is not None:
+            schedule.transition(transition)
 
     for number, wave in enumerate(waves, start=1):
         waiting = []
         for slot in wave.slots:
-            prompts = [drawn[slot.prompt]] * len(slot.generations)
-            keys = [SampleKey(update, slot.prompt, g) for g in slot.generations]
+            p, generations = offset + slot.prompt, list(slot.generations)
             rollout = policy.sample(
-                prompts,
-                keys,
+                [drawn[p]] * len(generations),
+                [SampleKey(update, p, g) for g in generations],
                 selected=selection.selected,
                 noisy=selection.stochastic,
-                grad=schedule.needs_graph,
-                capture=schedule.capture,
+                grad=grad,
+                capture=schedule.capture if schedule is not None else None,
                 decode=not slot.idle,
-                on_transition=None if s.needs_kl else partial(_take, schedule, slot),
+                on_transition=None if s.needs_kl else partial(take, slot),
             )
             for transition in rollout.transitions:
-                kl = _take_with_kl(policy, schedule, slot, transition)
+                transition = policy.with_kl(transition)
+                assert transition.kl is not None
                 if not slot.idle:
-                    table.kl[slot.prompt, list(slot.generations)] += kl
+                    table.kl[p, generations] += transition.kl.detach().to("cpu", torch.float64)
+                take(slot, transition)
             if not slot.idle:
                 assert rollout.images is not None
-                waiting.append((slot, s.scorer.submit(rollout.images, rollout.prompts)))
-        with watch.stage("reward"):
-            for slot, future in waiting:
-                table.enter(slot, future.result())
+                scores = s.scorer.submit(rollout.images, rollout.prompts)
+                waiting.append((p, generations, scores))
+        with s.watch.stage("reward"):
+            for p, generations, scores in waiting:
+                table.enter(p, generations, scores.result())
+        own = [(p, g) for p, generations, _ in waiting for g in generations]
+        mine += own
         if config.advantage.std == "global":
-            if number < len(waves):
+            if number < len(waves) or not last:
                 continue  # the deviation is that of the whole update
-            rewards, kl = world.sum(torch.stack([table.rewards, table.kl])).unbind()
-            groups, own = list(range(num_prompts)), table.owned
+            table.gather_all(world)
+            groups, own = list(range(config.rollout.prompts)), mine
         else:
-            groups = [] if wave.prompt is None else [wave.prompt]
-            own = [(slot.prompt, g) for slot, _ in waiting for g in slot.generations]
-            rewards, kl = table.rewards, table.kl
+            groups = [] if wave.prompt is None else [offset + wave.prompt]
             for p in groups:
-                mine = torch.stack([rewards[p], kl[p]])[:, [g for _, g in own]]
-                rewards[p], kl[p] = world.gather_group(s.layout, p, mine)
+                table.gather_group(world, s.layout, p, [g for _, g in own])
         if groups:
-            trained_on = subtract_kl(rewards[groups], kl[groups], config.objective.kl_in_reward)
-            table.advantages[groups] = group_advantages(trained_on, **s.advantage)
-        schedule.advantages({SampleKey(update, p, g): table.advantage(p, g) for p, g in own})
+            rewards = subtract_kl(
+                table.rewards[groups], table.kl[groups], config.objective.kl_in_reward
+            )
+            table.advantages[groups] = group_advantages(rewards, **s.advantage)
+        if schedule is not None:
+            keys = [SampleKey(update, p, g) for p, g in own]
+            schedule.advantages({key: table.advantage(key) for key in keys})
 
+
+def finish_step(s: Setup, update: int, schedule: Schedule, *, lean: bool) -> dict[str, Any]:
+    """Close a schedule's update and step the optimizer; what the metrics say of it."""
     statistics = schedule.finish()
-    with watch.stage("optimizer"):
-        grad_norm, stepped = step(s, update)
-    return _line(s, update, selection.selected, table, statistics, grad_norm, stepped)
-
-
-class Scoreboard:
-    """Rewards, KL and advantages of an update, `(P, M)` float64; filled in where a rank knows them.
-
-    `owned` lists the (prompt, generation) pairs this rank has sampled.
-    """
-
-    def __init__(self, num_prompts: int, num_generations: int, names: Sequence[str]) -> None:
-        shape = (num_prompts, num_generations)
-        self.rewards = torch.zeros(shape, dtype=torch.float64)
-        self.kl, self.advantages = torch.zeros_like(self.rewards), torch.zeros_like(self.rewards)
-        self.each = {name: torch.zeros_like(self.rewards) for name in names}
-        self.owned: list[tuple[int, int]] = []
-        self.excluded = 0
-
-    def enter(self, slot: Slot, scores: Scores) -> None:
-        """Write down the scores of a slot's samples."""
-        at = slot.prompt, list(slot.generations)
-        self.rewards[at] = scores.total
-        for name, values in scores.each.items():
-            self.each[name][at] = values
-        self.owned += [(slot.prompt, g) for g in slot.generations]
-        self.excluded += scores.excluded
-
-    def advantage(self, prompt: int, generation: int) -> float:
-        """One sample's advantage."""
-        return float(self.advantages[prompt, generation])
-
-    def join(self, world: World) -> None:
-        """Fill in what other ranks know, from the rank that owns each sample; a collective."""
-        if world.size == 1:
-            return
-        tensors = [self.rewards, self.advantages, *self.each.values()]
-        mine = torch.zeros(self.rewards.shape, dtype=torch.bool)
-        for p, g in self.owned:
-            mine[p, g] = True
-        joined = world.sum(torch.stack([torch.where(mine, t, 0.0) for t in tensors]))
-        self.rewards, self.advantages, *each = joined.unbind()
-        self.each = dict(zip(self.each, each, strict=True))
-        self.excluded = int(world.sum(torch.tensor(self.excluded)))
+    with s.watch.stage("optimizer"):
+        norm, stepped = step(s, update)
+    sums = torch.tensor([statistics.loss, statistics.kl or 0.0], dtype=torch.float64)
+    most = torch.tensor([statistics.ratio_error, statistics.ledger_bytes], dtype=torch.float64)
+    loss, kl = s.world.sum(sums).tolist()
+    ratio_error, ledger_bytes = s.world.max(most).tolist()
+    return {
+        "lean": lean,
+        "stepped": stepped,
+        "loss": loss,
+        "kl": None if statistics.kl is None else kl,
+        "grad_norm": norm,
+        "ratio_error": ratio_error,
+        "ledger_bytes": int(ledger_bytes),
+    }
 
 
 def step(s: Setup, update: int) -> tuple[float, bool]:
@@ -219,8 +257,6 @@ def step(s: Setup, update: int) -> tuple[float, bool]:
         group["lr"] = learning_rate(s.config, update)
     s.optimizer.step()
     s.optimizer.zero_grad(set_to_none=True)
-    if s.ema is not None:
-        s.ema.step(update + 1)
     return norm, True
 
 
@@ -254,40 +290,19 @@ def draw_prompts(prompts: list[str], seed: int, update: int, num: int) -> list[s
     return drawn
 
 
-def _take(schedule: Schedule, slot: Slot, transition: Transition) -> None:
-    """Hand a step on; of an idle slot it counts for nothing."""
-    transition.weight = 0.0 if slot.idle else 1.0
-    schedule.transition(transition)
-
-
-def _take_with_kl(policy: Policy, schedule: Schedule, slot: Slot, transition: Transition) -> Tensor:
-    """Attach the divergence from the reference policy, hand the step on, return the KL `(B,)`."""
-    transition = policy.with_kl(transition)
-    assert transition.kl is not None
-    kl = transition.kl.detach().to("cpu", torch.float64)
-    _take(schedule, slot, transition)
-    return kl
-
-
 def _line(
     s: Setup,
     update: int,
     selected: tuple[int, ...],
     table: Scoreboard,
-    statistics: Statistics,
-    grad_norm: float,
-    stepped: bool,
+    steps: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """A line of `metrics.jsonl`; all but `time` and `memory` is reproducible bitwise."""
-    world = s.world
+    world, first = s.world, steps[0]
     table.join(world)
-    sums = world.sum(torch.tensor([statistics.loss, statistics.kl or 0.0], dtype=torch.float64))
-    most = world.max(
-        torch.tensor([statistics.ratio_error, statistics.ledger_bytes], dtype=torch.float64)
-    )
-    loss, kl = sums.tolist()
-    ratio_error, ledger_bytes = most.tolist()
-    if s.config.parallel.check and world.size > 1:
+    ledger_bytes = max(one.pop("ledger_bytes") for one in steps)
+    if s.order is not None:
+        s.order.compare(world, f"update {update + 1}")
         _compare_weights(s, update)
     rewards, spread = table.rewards, table.advantages
     finite = rewards[torch.isfinite(rewards)]
@@ -302,21 +317,22 @@ def _line(
         "rewards": {name: float(values.nanmean()) for name, values in table.each.items()},
         "advantage_std": float(spread.std(correction=0)),
         "advantage_abs_max": float(spread.abs().max()),
-        "loss": loss,
-        "grad_norm": grad_norm,
+        "loss": first["loss"],
+        "grad_norm": first["grad_norm"],
         "lr": learning_rate(s.config, update),
         "images": rewards.numel(),
         "selected_steps": list(selected),
         "zero_variance_groups": int((spread == 0).all(dim=1).sum()),
         "excluded": table.excluded,
-        "optimizer_stepped": stepped,
-        "kl": None if statistics.kl is None else kl,
-        "ratio_error": ratio_error,
+        "optimizer_stepped": any(one["stepped"] for one in steps),
+        "kl": first["kl"],
+        "ratio_error": first["ratio_error"],
+        "steps": steps,
         "policy_version": update + 1,
         "time": {**times, "total": total, "images_per_s": rewards.numel() / total},
         "memory": {
             "peak_bytes": torch.cuda.max_memory_allocated(s.device) if cuda else None,
-            "ledger_bytes": int(ledger_bytes),
+            "ledger_bytes": ledger_bytes,
         },
     }
 
@@ -359,26 +375,35 @@ def _evaluate(s: Setup, update: int) -> None:
 def _interrupt(world: World) -> Iterator[threading.Event]:
     """Make the first Ctrl-C (or SIGTERM) a request to finish the update; a second Ctrl-C stops.
 
-    With several ranks the launcher passes a Ctrl-C on as SIGTERM, so that one is never a second.
+    With several ranks a batch system and torchrun may both pass on the same request: it is a second
+    one after `SAME_REQUEST_S`. When this rank ends for an interrupt or an error, torchrun may have
+    seen another one end so and send SIGTERM: it is ignored, as this one is about to end itself.
     """
     asked = threading.Event()
+    since, ending = 0.0, True
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
 
     def handle(number: int, _: Any) -> None:
+        nonlocal since
         if asked.is_set():
-            if number == signal.SIGINT or world.size == 1:
+            if world.size == 1 or time.monotonic() - since > SAME_REQUEST_S:
                 raise KeyboardInterrupt
             return
         asked.set()
-        if world.is_main:
+        since = time.monotonic()
+        # torchrun also sends SIGTERM when another rank has failed, and then nothing is saved
+        if world.is_main and (world.size == 1 or number == signal.SIGINT):
             text = "\nFinishing this update, then saving. Once more to stop at once."
             print(text, flush=True)
 
     before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield asked
+        ending = asked.is_set()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if ending and world.size > 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,249 @@
+"""Rules between settings, and with this machine's files: all refusals at once, before any model.
+
+Imports neither torch nor diffusers: a mistake is reported before anything slow happens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from .complaints import did_you_mean
+from .config import Config, load_object, read_prompts, read_text
+from .errors import LeanError, problem
+from .settings import Reward
+
+# Names only; `rewards` has the functions, and a test holds the two together.
+REWARDS = ("ocr", "ocr_log_prob", "ocr_exact", "jpeg_compressibility", "jpeg_incompressibility")
+
+# Arguments of a pipeline's call that follow from other settings or that the trainer itself needs.
+RESERVED_CALL = {
+    "prompt": "prompts.train",
+    "num_inference_steps": "sampling.steps",
+    "guidance_scale": "sampling.guidance",
+    "height": "sampling.height",
+    "width": "sampling.width",
+    "num_frames": "sampling.num_frames",
+    "negative_prompt": "sampling.negative_prompt",
+    "sigmas": "sampling.sigmas",
+    "generator": "seed",
+    "num_images_per_prompt": "rollout.generations",
+    "num_videos_per_prompt": "rollout.generations",
+    "latents": None,
+    "output_type": None,
+    "return_dict": None,
+    "callback_on_step_end": None,
+    "timesteps": None,
+}
+
+# Half the spacing of float32 just above 1 is 6e-8: a narrower range would clip rounding.
+MIN_CLIP_RANGE = 1e-7
+
+
+def check(config: Config, *, resume: bool = False) -> None:
+    """Refuse settings that cannot work together or with this machine's files.
+
+    Raises one LeanError with a line per problem; loads no model.
+    """
+    groups = (
+        _check_steps,
+        _check_kernel,
+        _check_rollout,
+        _check_parallel,
+        _check_model,
+        _check_rewards,
+    )
+    problems = [p for group in groups for p in group(config)]
+    problems += _check_files(config, resume)
+    if problems:
+        raise LeanError("\n".join(map(str, problems)))
+
+
+def _check_steps(config: Config) -> Iterator[LeanError]:
+    selection, steps = config.selection, config.sampling.steps
+    candidates = steps if selection.last else steps - 1
+    if selection.rule == "list":
+        listed = selection.steps or ()
+        if not listed:
+            yield problem("selection.steps", None, "rule list needs at least one step")
+        for step in sorted({s for s in listed if not 0 <= s < steps}):
+            rule = f"step {step} is outside 0..{steps - 1}"
+            yield problem("selection.steps", list(listed), rule, f"sampling.steps is {steps}.")
+        for step in sorted({s for s in listed if listed.count(s) > 1}):
+            yield problem("selection.steps", list(listed), f"step {step} is listed twice")
+    elif selection.steps is not None:
+        rule = f"only rule list reads it, and selection.rule is {selection.rule}"
+        yield problem("selection.steps", list(selection.steps), rule, "Set one or the other.")
+    elif candidates < 1:
+        rule = "no step is left to train, because the last one is no candidate"
+        yield problem("sampling.steps", steps, rule, "Take more, or set selection.last=true.")
+    if selection.rule == "window":
+        lo, hi = selection.range or (0, candidates)
+        if not 0 <= lo < hi <= candidates:
+            rule = f"it must be [lo, hi) inside the candidate steps [0, {candidates})"
+            yield problem("selection.range", [lo, hi], rule)
+        elif selection.size is None:
+            yield problem("selection.size", None, f"rule window needs one in 1..{hi - lo}")
+        elif selection.size > hi - lo:
+            rule = f"the window lies in [{lo}, {hi}), so it has at most {hi - lo} steps"
+            yield problem("selection.size", selection.size, rule)
+    else:
+        for name in ("size", "range"):
+            if (value := getattr(selection, name)) is not None:
+                rule = f"only rule window reads it, and selection.rule is {selection.rule}"
+                yield problem(f"selection.{name}", value, rule, "Set one or the other.")
+    sigmas = config.sampling.sigmas
+    if not isinstance(sigmas, str):
+        if len(sigmas) != steps:
+            rule = f"{len(sigmas)} numbers for {steps} steps"
+            yield problem("sampling.sigmas", list(sigmas), rule, "Give one a step.")
+        if any(a <= b for a, b in pairwise(sigmas)):
+            yield problem("sampling.sigmas", list(sigmas), "each must be below the one before")
+    for name in sorted(set(config.sampling.call) & set(RESERVED_CALL)):
+        home = RESERVED_CALL[name]
+        remedy = f"Use {home}." if home else "Remove it."
+        rule = "the trainer passes this argument itself"
+        yield problem(f"sampling.call.{name}", config.sampling.call[name], rule, remedy)
+
+
+def _check_kernel(config: Config) -> Iterator[LeanError]:
+    name, level = config.kernel.name, config.kernel.noise_level
+    if name == "flow_sde_wan":
+        if level is not None:
+            rule = "flow_sde_wan takes its noise from the sigmas"
+            yield problem("kernel.noise_level", level, rule, "Set it to null.")
+    elif level is None or level <= 0:
+        rule = "it must be above 0, because a step without noise has no log-probability"
+        yield problem("kernel.noise_level", level, rule)
+    elif name in ("flow_cps", "ddim") and level > 1:
+        rule = f"{name} has all its noise at 1"
+        yield problem("kernel.noise_level", level, rule, "Take a value in (0, 1].")
+    if name == "ddim" and config.sampling.sigmas != "pipeline":
+        rule = "ddim steps through timesteps and has no sigmas"
+        yield problem("sampling.sigmas", config.sampling.sigmas, rule, "Set it to pipeline.")
+
+
+def _check_rollout(config: Config) -> Iterator[LeanError]:
+    num, micro = config.rollout.generations, config.rollout.micro_batch
+    if num < 2:
+        rule = "a group of one has no baseline to be compared with"
+        yield problem("rollout.generations", num, rule, "Take 2 or more.")
+    if config.schedule == "reweight" and micro != 1 and config.model.activation_checkpointing:
+        rule = "schedule reweight cannot split the gradient of a checkpointed block by sample"
+        remedy = "Set it to 1, or model.activation_checkpointing to false, or use retain."
+        yield problem("rollout.micro_batch", micro, rule, remedy)
+    if num >= 2 and num % micro:
+        below, above = num - num % micro, num + micro - num % micro
+        near = f"{below} or {above}" if below else f"{above}"
+        rule = f"it must be a multiple of rollout.micro_batch, which is {micro}"
+        remedy = f"Nearest: {near} generations, or a micro-batch of {_nearest_divisor(num, micro)}."
+        yield problem("rollout.generations", num, rule, remedy)
+    if config.rollout.prompts % config.rollout.parts:
+        rule = f"it must be a multiple of rollout.parts, which is {config.rollout.parts}"
+        yield problem("rollout.prompts", config.rollout.prompts, rule)
+    if config.objective.clip_range < MIN_CLIP_RANGE:
+        rule = f"below {MIN_CLIP_RANGE:g} float32 rounding of the ratio alone would be clipped"
+        yield problem("objective.clip_range", config.objective.clip_range, rule)
+
+
+def _check_parallel(config: Config) -> Iterator[LeanError]:
+    p = config.parallel
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    shard = p.shard or (ranks // p.replicate if p.replicate else local)
+    replicate = p.replicate or max(1, ranks // shard)
+    if shard * replicate != ranks:
+        rule = f"shard x replicate is {shard} x {replicate}, and there are {ranks} ranks"
+        yield problem("parallel.shard", p.shard, rule, "Leave one of the two null.")
+    if p.sync == "step" and config.schedule == "reweight":
+        rule = "schedule reweight must multiply by the advantage before ranks are added up"
+        yield problem("parallel.sync", p.sync, rule, "Set it to update or group.")
+    if p.ledger_dtype and config.schedule != "reweight":
+        rule = f"only reweight has a ledger, and schedule is {config.schedule}"
+        yield problem("parallel.ledger_dtype", p.ledger_dtype, rule, "Set it to null.")
+
+
+def _nearest_divisor(num: int, near: int) -> int:
+    return min((d for d in range(1, num + 1) if num % d == 0), key=lambda d: abs(d - near))
+
+
+def _check_model(config: Config) -> Iterator[LeanError]:
+    lora = config.model.lora
+    if config.model.train == "lora" and lora.targets == ():
+        yield problem("model.lora.targets", [], "it names no layer", "null finds them.")
+    pipeline = config.model.pipeline
+    if pipeline == "embedded":
+        return
+    folder = Path(pipeline).expanduser()
+    index = folder / "model_index.json"
+    if not folder.exists():
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", pipeline):
+            rule = "there is no such folder, and it has not the form of a hub id"
+            yield problem("model.pipeline", pipeline, rule)
+    elif not index.is_file():
+        rule = "the folder has no model_index.json, so it is no diffusers pipeline"
+        yield problem("model.pipeline", pipeline, rule, "Save one with save_pretrained.")
+    else:
+        try:
+            entry = json.loads(read_text("model.pipeline", index)).get("scheduler")
+        except (LeanError, ValueError, AttributeError):
+            yield problem("model.pipeline", pipeline, "its model_index.json cannot be read")
+            return
+        if not entry or entry[0] is None:
+            rule = "its model_index.json lists no scheduler, so there is no step to train"
+            yield problem("model.pipeline", pipeline, rule)
+
+
+def _check_rewards(config: Config) -> Iterator[LeanError]:
+    lists = {"rewards": config.rewards, "evaluation.rewards": config.evaluation.rewards}
+    for where, rewards in lists.items():
+        for n, reward in enumerate(rewards):
+            yield from _check_reward(f"{where}.{n}.name", reward)
+            if reward.name in (r.name for r in rewards[:n]):
+                yield problem(f"{where}.{n}.name", reward.name, "it is listed twice")
+    if all(reward.weight == 0 for reward in config.rewards):
+        yield problem("rewards", [r.name for r in config.rewards], "every weight is 0")
+
+
+def _check_reward(setting: str, reward: Reward) -> Iterator[LeanError]:
+    if ":" in reward.name:
+        try:
+            load_object(setting, reward.name)
+        except LeanError as error:
+            yield error
+    elif reward.name not in REWARDS:
+        remedy = did_you_mean(reward.name, REWARDS) or f"Names: {', '.join(REWARDS)}."
+        yield problem(setting, reward.name, "no reward has this name", remedy)
+
+
+def _check_files(config: Config, resume: bool) -> Iterator[LeanError]:
+    for source, heldout in ((config.prompts.train, False), (config.prompts.heldout, True)):
+        if source is None:
+            continue
+        try:
+            num_prompts = len(read_prompts(source, heldout=heldout))
+        except LeanError as error:
+            yield error
+            continue
+        wanted = config.evaluation.prompts or 0
+        if heldout and wanted > num_prompts:
+            rule = f"prompts.heldout has only {num_prompts}"
+            yield problem("evaluation.prompts", wanted, rule, "null takes all of them.")
+    folder = Path(config.run.dir or "runs").expanduser()
+    if folder.exists() and not folder.is_dir():
+        yield problem("run.dir", str(folder), "it is a file, and a folder is needed")
+        return
+    above = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        yield problem("run.dir", str(folder), f"{above} cannot be written to")
+    elif config.run.dir is not None and not resume and _holds_run(folder):
+        remedy = "Resume it, or name another folder."
+        yield problem("run.dir", str(folder), "it already holds a run", remedy)
+
+
+def _holds_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl"))

@@ -1,0 +1,77 @@
+"""What an update knows of its samples: rewards, KL, advantages, each rank those it has met."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from .data import SampleKey
+from .layout import Layout
+from .parallel import World
+from .rewards import Scores
+
+
+class Scoreboard:
+    """Rewards, KL and advantages of an update, `(P, M)` float64; filled in where a rank knows them.
+
+    `owned` lists the (prompt, generation) pairs this rank has sampled.
+    """
+
+    def __init__(self, num_prompts: int, num_generations: int, names: Sequence[str]) -> None:
+        shape = (num_prompts, num_generations)
+        self.rewards = torch.zeros(shape, dtype=torch.float64)
+        self.kl, self.advantages = torch.zeros_like(self.rewards), torch.zeros_like(self.rewards)
+        self.each = {name: torch.zeros_like(self.rewards) for name in names}
+        self.owned: list[tuple[int, int]] = []
+        self.excluded = 0
+
+    def enter(self, prompt: int, generations: Sequence[int], scores: Scores) -> None:
+        """Write down the scores of some generations of a prompt."""
+        at = prompt, list(generations)
+        self.rewards[at] = scores.total
+        for name, values in scores.each.items():
+            self.each[name][at] = values
+        self.owned += [(prompt, g) for g in generations]
+        self.excluded += scores.excluded
+
+    def advantage(self, key: Hashable) -> float:
+        """A sample's advantage."""
+        assert isinstance(key, SampleKey)
+        return float(self.advantages[key.prompt, key.generation])
+
+    def gather_group(
+        self, world: World, layout: Layout, prompt: int, generations: Sequence[int]
+    ) -> None:
+        """Fill in a prompt's rewards and KL from the ranks that share it.
+
+        `generations` are those this rank has sampled, in its order; a collective of the peers.
+        """
+        own = torch.stack([self.rewards[prompt], self.kl[prompt]])[:, list(generations)]
+        gathered = world.gather_group(layout, prompt % layout.prompts, own)
+        self.rewards[prompt], self.kl[prompt] = gathered
+
+    def gather_all(self, world: World) -> None:
+        """Fill in everybody's rewards and KL; a collective of all ranks."""
+        if world.size > 1:
+            own = self._own()
+            parts = torch.stack([torch.where(own, t, 0.0) for t in (self.rewards, self.kl)])
+            self.rewards, self.kl = world.sum(parts).unbind()
+
+    def join(self, world: World) -> None:
+        """Fill in what other ranks know, from the rank that owns each sample; a collective."""
+        if world.size == 1:
+            return
+        tensors = [self.rewards, self.advantages, *self.each.values()]
+        own = self._own()
+        joined = world.sum(torch.stack([torch.where(own, t, 0.0) for t in tensors]))
+        self.rewards, self.advantages, *each = joined.unbind()
+        self.each = dict(zip(self.each, each, strict=True))
+        self.excluded = int(world.sum(torch.tensor(self.excluded)))
+
+    def _own(self) -> Tensor:
+        mine = torch.zeros(self.rewards.shape, dtype=torch.bool)
+        for p, g in self.owned:
+            mine[p, g] = True
+        return mine
