@@ -17,10 +17,10 @@ demo: $(STAMP) ## train the embedded recipe and print its result (ARGS="..." are
 	$(BIN)/leangrpo train $(ARGS)
 
 test: lint ## what CI runs: lint, types, all but the slow tests
-	$(TEST_ENV) $(BIN)/pytest -n 2 -m "not slow"
+	$(TEST_ENV) $(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
 
 test-all: lint ## the same with the long campaigns
-	$(TEST_ENV) $(BIN)/pytest -n 2 -m "slow or not slow"
+	$(TEST_ENV) $(BIN)/pytest -n 2 --dist loadgroup -m "slow or not slow"
 
 lint: $(STAMP) ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check

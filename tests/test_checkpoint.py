@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,45 @@ def test_a_full_disk_leaves_the_older_ones(tmp_path, monkeypatch) -> None:
     assert found is not None
     assert found.update == 1
     assert [p.name for p in tmp_path.iterdir()] == ["000001"]
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+@pytest.mark.parametrize("room", [0, 3_000])
+def test_a_file_that_cannot_be_written(train, room, tmp_path) -> None:
+    """Whoever writes it, and however much of it has found room."""
+    policy, optimizer = make("sd3", train)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(LeanError, match=r"could not be written.*--resume"):
+            checkpoint.Checkpoints(tmp_path, 2).save(policy, optimizer, {"update": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_one_that_is_kept_is_never_a_damaged_one(tmp_path) -> None:
+    """A run that went on from before a damaged checkpoint leaves it behind."""
+    policy, optimizer = make("sd3", "lora")
+    checkpoints = checkpoint.Checkpoints(tmp_path, 1)
+    checkpoints.save(policy, optimizer, {"update": 10})
+    damage_missing(tmp_path / "000010")
+    checkpoints.save(policy, optimizer, {"update": 9})
+    assert [p.name for p in checkpoint.folders(tmp_path)] == ["000009"]
+
+
+def test_checkpoints_are_ordered_by_number(tmp_path) -> None:
+    policy, optimizer = make("sd3", "lora")
+    (tmp_path / "000001 copy").mkdir()
+    for update in (999_999, 1_000_000):
+        checkpoint.Checkpoints(tmp_path, 2).save(policy, optimizer, {"update": update})
+    found, complaints = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert (found.update, complaints) == (1_000_000, [])
+    assert checkpoint.Checkpoints(tmp_path, 2).published == 1_000_000
+
+
+def test_what_a_kill_has_left_is_removed(tmp_path) -> None:
+    (tmp_path / ".000003.partial" / "state").mkdir(parents=True)
+    checkpoint.Checkpoints(tmp_path, 2)
+    assert list(tmp_path.iterdir()) == []

@@ -101,10 +101,11 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("command", "named"),
     [
-        ("", "--version --help train evaluate sample bench recipes"),
+        ("", "--version --help train evaluate sample export bench recipes"),
         ("train", "RECIPE|YAML|RUN KEY.PATH=VALUE --resume --quiet -q --json --help"),
-        ("evaluate", "RUN --update --json"),
-        ("sample", "RUN --prompt -p --out -o --num --seed --update --json"),
+        ("evaluate", "RUN --update --ema --no-ema --json"),
+        ("sample", "RUN --prompt -p --out -o --num --seed --update --ema --no-ema --json"),
+        ("export", "RUN OUT --update --ema --no-ema --json"),
         ("bench", "RECIPE|YAML|RUN --schedules --rounds --json"),
         ("recipes", "--json list show copy"),
         ("recipes list", "--json"),
@@ -390,7 +391,9 @@ def test_mistakes_come_one_a_line(no_model: None) -> None:
     ]
 
 
-@pytest.mark.parametrize("command", ["evaluate {}", "sample {} --prompt cat --out {}/pictures"])
+@pytest.mark.parametrize(
+    "command", ["evaluate {}", "sample {} -p cat --out {}/out", "export {} {}/out"]
+)
 @pytest.mark.parametrize("name", ["nowhere", "folder"])
 def test_no_run(command: str, name: str, tmp_path: Path, no_model: None) -> None:
     (tmp_path / "folder").mkdir()
@@ -401,7 +404,9 @@ def test_no_run(command: str, name: str, tmp_path: Path, no_model: None) -> None
     assert [p.name for p in tmp_path.rglob("*")] == ["folder"]
 
 
-@pytest.mark.parametrize("command", ["evaluate {}", "sample {} --prompt cat --out {}/../out"])
+@pytest.mark.parametrize(
+    "command", ["evaluate {}", "sample {} -p cat --out {}/../out", "export {} {}/../out"]
+)
 def test_no_checkpoint(command: str, run: Path, no_model: None) -> None:
     words = command.format(run, run).split()
     said = complaint(leangrpo(*words, "--update", "7"))
@@ -431,7 +436,9 @@ def test_evaluate_without_heldout_prompts(run: Path, no_model: None) -> None:
     )
 
 
-@pytest.mark.parametrize("command", ["evaluate RUN", "sample RUN -p cat", "bench", "recipes"])
+@pytest.mark.parametrize(
+    "command", ["evaluate RUN", "sample RUN -p cat", "export RUN x", "bench", "recipes"]
+)
 @pytest.mark.parametrize("name", ["missing/result.json", "run"])
 def test_a_result_that_cannot_be_written(
     command: str, name: str, run: Path, tmp_path: Path, no_model: None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import tiny
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 from train_ranks import two_ranks
 
@@ -23,10 +25,12 @@ from leangrpo.config import Config, load_config
 from leangrpo.data import SampleKey
 from leangrpo.errors import LeanError
 from leangrpo.export import export_run
-from leangrpo.inference import sample_run
+from leangrpo.inference import evaluate_run, sample_run
 from leangrpo.loading import embedded_folder
 from leangrpo.noise import INITIAL, normal
+from leangrpo.parallel import leave
 from leangrpo.policy import Policy
+from leangrpo.report import read_run
 from leangrpo.train import train
 
 PROMPT = "the number 47 in blue"
@@ -42,28 +46,28 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     tiny.save(tiny.tiny_sd3(), root / "sd3")
     (root / "prompts.txt").write_text("a cat\na dog\n", encoding="utf-8")
 
+    @cache
     def make(pipeline: str, kind: str, *more: str) -> Path:
-        folder = root / "-".join([pipeline, kind, *more])
-        if not folder.exists():
-            sampling = "{steps: 3, height: 16, width: 16, call: {max_sequence_length: 16}}"
-            own = [f"sampling={sampling}", f"model.pipeline={root / 'sd3'}"]
-            config = load_config(
-                "embedded",
-                [
-                    *(own if pipeline == "sd3" else ["sampling.steps=4"]),
-                    TRAIN[kind],
-                    "selection={rule: fraction, fraction: 1.0, steps: null}",
-                    f"prompts={{train: {root / 'prompts.txt'}, heldout: null}}",
-                    "rollout={prompts: 1, generations: 2, micro_batch: 1}",
-                    "rewards=[{name: 'test_train:brightness'}]",
-                    "optimizer.lr=1e-2",
-                    "updates=1",
-                    "ema.decay=0.5",
-                    *more,
-                    f"run.dir={folder}",
-                ],
-            )
-            train(config, quiet=True)
+        folder = root / f"run-{len(list(root.iterdir()))}"
+        sampling = "{steps: 3, height: 16, width: 16, call: {max_sequence_length: 16}}"
+        own = [f"sampling={sampling}", f"model.pipeline={root / 'sd3'}"]
+        config = load_config(
+            "embedded",
+            [
+                *(own if pipeline == "sd3" else ["sampling.steps=4"]),
+                TRAIN[kind],
+                "selection={rule: fraction, fraction: 1.0, steps: null}",
+                f"prompts={{train: {root / 'prompts.txt'}, heldout: null}}",
+                "rollout={prompts: 1, generations: 2, micro_batch: 1}",
+                "rewards=[{name: 'test_train:brightness'}]",
+                "optimizer.lr=1e-2",
+                "updates=1",
+                "ema.decay=0.5",
+                *more,
+                f"run.dir={folder}",
+            ],
+        )
+        train(config, quiet=True)
         return folder
 
     return make
@@ -243,6 +247,26 @@ def test_what_is_loaded_otherwise_is_not_announced(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_master_weights_are_exported_in_the_dtype_of_the_model(
+    run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """They lie in `state/`, as one rank with master weights is a sharded one too."""
+    try:
+        folder = run("sd3", "full", "model={dtype: bfloat16, master_dtype: float32}")
+    finally:
+        leave()
+    state = folder / "checkpoints" / "000001" / "state"
+    written = load_file(next(state.glob("*.safetensors")))
+    result = export_run(of(folder), folder, tmp_path / "out", ema=False)
+    assert result["load"][0].endswith(", torch_dtype=torch.bfloat16)")
+    exported = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
+    for name, value in exported.items():
+        if (key := f"model:transformer.{name}") in written:
+            assert written[key].dtype == torch.float32
+            assert torch.equal(value, written[key].bfloat16()), name
+    assert sampled(folder, tmp_path / "pictures", pytest.MonkeyPatch(), None)[0].std() > 0
+
+
 def test_a_run_without_a_running_mean(
     run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,3 +277,18 @@ def test_a_run_without_a_running_mean(
     result = export_run(of(folder), folder, tmp_path / "out")
     assert result["ema"] is False
     assert capsys.readouterr().err == ""
+
+
+def test_evaluate_scores_the_running_mean_as_training_does(
+    run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = of(run("sd3", "lora")).prompts.train
+    folder = run("sd3", "lora", f"prompts.heldout={prompts}", "evaluation.rewards=[]")
+    line = read_run(folder).evaluations[-1]
+    capsys.readouterr()
+    assert evaluate_run(of(folder), folder, None)["reward"] == line["reward"]
+    assert evaluate_run(of(folder), folder, None, ema=False)["reward"] != line["reward"]
+    assert capsys.readouterr().err.splitlines() == [
+        "update 1: the running mean of the weights",
+        "update 1: the weights, not their running mean",
+    ]

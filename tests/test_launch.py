@@ -454,6 +454,18 @@ def test_alone_a_bug_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "error: no such file\n"
 
 
+def test_a_rank_that_waits_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        leangrpo("--version")
+        assert signal.getsignal(signal.SIGINT) == before
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        leangrpo("--version")
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_leave_without_ranks() -> None:
     leave()
 

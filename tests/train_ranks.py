@@ -31,6 +31,9 @@ CASES = {
 }
 """What is trained, by the name of the run."""
 
+AGAIN = ("full64", "lora")
+"""Those that two ranks go on with; `full` is the same code as `full64`."""
+
 OTHER = ["schedule=retain", "parallel={replicate: 1, layout: classic}"]
 """Another schedule and layout than that of the runs."""
 
@@ -63,9 +66,9 @@ def two_ranks(base: Path) -> Path:
     """Runs of two ranks, each over its own half of the weights: the folder they are in,
     below a session's `base`.
 
-    `<case>-whole` of three updates in one go, `-again` in two, `-1` and `-4` left after the first
-    for others to go on with, `full64-other` gone on with otherwise, `full-stopped` and
-    `full-killed` after the first.
+    `<case>-whole` of three updates in one go, `-again` in two (of `AGAIN`), `-1` and `-4` left
+    after the first for others to go on with, `full64-other` gone on with otherwise, `full-stopped`
+    and `full-killed` after the first.
     """
     import tiny
 
@@ -78,6 +81,7 @@ def two_ranks(base: Path) -> Path:
         jobs.append({"train": settings(root, f"{case}-whole")})
         for copy in ("again", "1", "4", "other"):
             jobs.append({"copy": [str(root / f"{case}-{n}") for n in ("whole", copy)], "to": 1})
+    for case in AGAIN:
         jobs.append({"train": settings(root, f"{case}-again"), "resume": True})
     jobs.append({"train": settings(root, "full64-other", *OTHER), "resume": True})
     jobs.append({"train": settings(root, "full-stopped", "updates=1")})

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -43,6 +43,8 @@ FORMAT = 2
 STATE = "state"
 OURS = ("model", "ema")
 LORA_FILE = "pytorch_lora_weights.safetensors"
+REFUSALS = (OSError, SafetensorError, CheckpointException)
+"""What a full disk raises, by whose hands it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Checkpoints:
                         process_group=self._group,
                     )
                     self._pending = (future, folder, state)
-        except (OSError, CheckpointException) as error:
+        except REFUSALS as error:
             raise self._refused(partial, folder, error) from error
         return folder
 
@@ -132,7 +134,7 @@ class Checkpoints:
             future.result()
             if self.world.is_main:
                 self._publish(partial, folder, state)
-        except (OSError, CheckpointException) as error:
+        except REFUSALS as error:
             raise self._refused(partial, folder, error) from error
 
     def _publish(self, partial: Path, folder: Path, state: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ import typer
 from . import __version__
 from .config import Config, load_config, recipe_names, recipe_text
 from .errors import LeanError
-from .launch import check_for, complain, launch
+from .launch import check_for, complain, expect_interrupts, launch
 from .runfolder import run_folder
 
 app = typer.Typer(
@@ -70,6 +70,7 @@ RunningMean = Annotated[
 def main() -> None:
     """Entry point of `leangrpo` and `python -m leangrpo`."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns about torchvision at import
+    expect_interrupts()
     try:
         app()
     except KeyboardInterrupt:

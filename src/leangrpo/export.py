@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import is_lora, save_weights
+from .checkpoint import REFUSALS, is_lora, save_weights
 from .config import Config
 from .errors import LeanError
 from .inference import load_run
@@ -52,7 +52,7 @@ def export_run(
                     _align(file)
             load = _compare_pipeline(policy.pipe, partial, out, config)
         partial.rename(target)
-    except OSError as error:
+    except REFUSALS as error:
         raise LeanError(f"{out} cannot be written: {error}. Choose another folder.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

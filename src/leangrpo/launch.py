@@ -110,6 +110,16 @@ def check_for(config: Config, nproc: int, *, resume: bool = False) -> None:
         raise problem("--nproc", nproc, f"there are {torch.cuda.device_count()} GPUs here")
 
 
+def expect_interrupts() -> None:
+    """Let Ctrl-C end a rank at once until it trains.
+
+    Python's own handler waits for a call to return, and a rank that waits for one that has ended
+    would be there until parallel.timeout.
+    """
+    if rank_of_several() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def complain(error: Exception) -> int:
     """Print what ended this process, once; returns its exit code.
 
@@ -214,7 +224,7 @@ def _ended(rank: int, code: int) -> str:
 def _how_to_go_on(folder: Path | None, nproc: int) -> str:
     if folder is None or not (folder / "config.yaml").exists():
         return "Nothing was written."
-    saved = [int(p.name) for p in (folder / "checkpoints").glob("[0-9]*")]
+    saved = [int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdecimal()]
     return f"{max(saved, default=0)} updates are saved; go on with: {resume_command(folder)}"
 
 
