@@ -111,7 +111,14 @@ class World:
         return tensor
 
 
-def join(shard: int | None, replicate: int | None, *, timeout_s: float, master: bool) -> World:
+def join(
+    shard: int | None,
+    replicate: int | None,
+    *,
+    timeout_s: float,
+    master: bool,
+    device: torch.device | str = "cpu",
+) -> World:
     """Join the ranks that torchrun started; without it, a world of one.
 
     `shard` ranks hold one copy of the weights (None: those of a node), in `replicate` copies
@@ -121,17 +128,17 @@ def join(shard: int | None, replicate: int | None, *, timeout_s: float, master: 
     size = world_size()
     if size == 1 and not master:
         return World()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    kind = torch.device(device).type
+    if kind == "cuda":
+        torch.cuda.set_device(device)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         options: dict[str, Any] = {}
         if size == 1:
             options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
     shard, replicate = divide(size, shard, replicate)
-    mesh = init_device_mesh(device, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(kind, (replicate, shard), mesh_dim_names=("replicate", "shard"))
     return World(dist.get_rank(), size, mesh)
 
 

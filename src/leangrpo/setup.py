@@ -75,13 +75,13 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
     check(config, resume=resume)
     p = config.parallel
     master = config.model.master_dtype not in (None, config.model.dtype)
-    world = join(p.shard, p.replicate, timeout_s=p.timeout, master=master)
+    device = pick_device(config.run.device)
+    world = join(p.shard, p.replicate, timeout_s=p.timeout, master=master, device=device)
     folder = world.share(run_folder(config))
     found = _found_by_the_first(world, config, folder) if resume else None
     prompts = read_prompts(config.prompts.train)
     heldout = read_prompts(config.prompts.heldout, heldout=True) if config.prompts.heldout else []
     heldout = heldout[: config.evaluation.prompts]
-    device = pick_device(config.run.device)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     scorer, judge = make_scorers(config)
