@@ -11,6 +11,7 @@ with height 64, width 64 and max_sequence_length 16. It draws noise: only its ti
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -48,4 +49,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where to write it")
+    main(parser.parse_args().folder)

@@ -197,6 +197,10 @@ class RunRecord:
             f"{line['time']['images_per_s']:.1f} images/s  [{stages} s]  {_duration(left)} left"
         )
 
+    def plan(self, text: str) -> None:
+        """Say what an update will do."""
+        self._say(f"plan: {text}")
+
     def note(self, text: str) -> None:
         """Say something a user should know, in the log and on the terminal."""
         self._say(f"note: {text}")
@@ -219,6 +223,9 @@ class Onlooker:
         self.folder = folder
 
     def metrics(self, line: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def plan(self, text: str) -> None:
         """Nothing."""
 
     def note(self, text: str) -> None:

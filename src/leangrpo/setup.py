@@ -145,6 +145,28 @@ def make_order(policy: Policy, world: World) -> Collectives:
     return order
 
 
+def plan_text(s: Setup) -> str:
+    """One line on what an update samples, trains and steps, and on which ranks."""
+    r, p, layout = s.config.rollout, s.config.parallel, s.layout
+    trained = len(select(s.config.selection, s.stds, seed=s.config.seed, update=0).selected)
+    steps = r.parts * r.epochs
+    text = f"{r.prompts} prompts x {r.generations} generations an update"
+    if s.world.size > 1:
+        shards = s.world.shards
+        weights = f"weights in {shards} shards" if shards > 1 else "the weights on each"
+        text += (
+            f" on {s.world.size} ranks ({len(layout.teams[0])} share a prompt, "
+            f"{layout.held} generations each; {weights}; gradients added every {p.sync})"
+        )
+    text += f", up to {min(r.micro_batch, layout.held)} a forward; "
+    text += f"{trained} of {s.config.sampling.steps} steps trained; "
+    lean = s.schedule.needs_graph
+    if steps == 1:
+        return f"{text}1 optimizer step, on-policy{', no second forward' if lean else ''}"
+    first = "the first on-policy" + (" and without a second forward" if lean else "")
+    return f"{text}{steps} optimizer steps, {first}, the others replayed"
+
+
 def make_layout(config: Config, world: World) -> Layout:
     """Which rank samples what, the same for every part of every update."""
     make = shared_layout if config.parallel.layout == "shared" else classic_layout

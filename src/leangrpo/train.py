@@ -32,7 +32,7 @@ from .runfolder import EVALUATIONS, read_lines
 from .schedules import Schedule
 from .scoreboard import Scoreboard
 from .selection import Selection, select
-from .setup import Setup, set_up
+from .setup import Setup, plan_text, set_up
 
 SAME_REQUEST_S = 2.0
 """Seconds within which two signals to a rank are one request to stop."""
@@ -63,6 +63,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
             checkpoints.save(policy, s.optimizer, state, s.ema)
             saved = update
 
+    record.plan(plan_text(s))
     try:
         with s.scorer, s.judge, _interrupt(world) as interrupted:
             if _is_due(s, done):  # also one that a failure has left out
