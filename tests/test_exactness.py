@@ -10,6 +10,7 @@ where reweight may not be worse than native by more than 10%.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from contextlib import nullcontext
 from typing import Any
@@ -107,6 +108,13 @@ def update(kind: type, name: str, train: str, dtype: torch.dtype, **options: Any
     }
 
 
+@functools.cache
+def native(name: str, train: str, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+    """The reference of several tests, made once; float64 all through where that is the dtype."""
+    with float64_throughout() if dtype is torch.float64 else nullcontext():
+        return update(Native, name, train, dtype, **options)
+
+
 def flat(gradient: dict[str, torch.Tensor | None]) -> torch.Tensor:
     return torch.cat([g.flatten().double() for g in gradient.values() if g is not None])
 
@@ -134,13 +142,13 @@ MATRIX = list(itertools.product(BUILD, ("full", "lora"), (False, True), (False, 
 @pytest.mark.parametrize(("name", "train", "guided", "checkpointing"), MATRIX)
 def test_retain_is_native_bitwise(name, train, guided, checkpointing, dtype) -> None:
     options = {"guided": guided, "checkpointing": checkpointing}
-    native = update(Native, name, train, DTYPE[dtype], **options)
+    expected = native(name, train, DTYPE[dtype], **options)
     retain = update(Retain, name, train, DTYPE[dtype], **options)
-    assert_same(retain, native)
-    assert native["statistics"].ratio_error == 0.0
-    per_step = native["calls"] // (GENERATIONS * (STEPS + len(SELECTED)))
+    assert_same(retain, expected)
+    assert expected["statistics"].ratio_error == 0.0
+    per_step = expected["calls"] // (GENERATIONS * (STEPS + len(SELECTED)))
     assert per_step == (2 if guided and name in ("flux", "wan") else 1)
-    assert native["calls"] == per_step * GENERATIONS * (STEPS + len(SELECTED))
+    assert expected["calls"] == per_step * GENERATIONS * (STEPS + len(SELECTED))
     assert retain["calls"] == per_step * GENERATIONS * STEPS
 
 
@@ -157,13 +165,13 @@ def test_retain_is_native_bitwise_in_micro_batches(name) -> None:
 @pytest.mark.parametrize(("name", "train", "guided", "checkpointing"), MATRIX)
 def test_reweight_is_native(name, train, guided, checkpointing, dtype, bound) -> None:
     options = {"guided": guided, "checkpointing": checkpointing}
+    expected = native(name, train, DTYPE[dtype], **options)
     with float64_throughout() if dtype == "f64" else nullcontext():
-        native = update(Native, name, train, DTYPE[dtype], **options)
         reweight = update(Reweight, name, train, DTYPE[dtype], **options)
-    assert torch.equal(native["latents"], reweight["latents"])
-    assert relative(reweight["gradient"], native["gradient"]) <= bound
-    assert reweight["calls"] * (STEPS + len(SELECTED)) == native["calls"] * STEPS
-    assert reweight["statistics"].loss == native["statistics"].loss
+    assert torch.equal(expected["latents"], reweight["latents"])
+    assert relative(reweight["gradient"], expected["gradient"]) <= bound
+    assert reweight["calls"] * (STEPS + len(SELECTED)) == expected["calls"] * STEPS
+    assert reweight["statistics"].loss == expected["statistics"].loss
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("f32", 5e-6), ("f64", 1e-12)])
@@ -173,11 +181,11 @@ def test_reweight_is_native(name, train, guided, checkpointing, dtype, bound) ->
 )
 def test_reweight_is_native_in_micro_batches(name, train, guided, dtype, bound) -> None:
     options = {"guided": guided, "batch": 3}
+    expected = native(name, train, DTYPE[dtype], **options)
     with float64_throughout() if dtype == "f64" else nullcontext():
-        native = update(Native, name, train, DTYPE[dtype], **options)
         reweight = update(Reweight, name, train, DTYPE[dtype], **options)
-    assert torch.equal(native["latents"], reweight["latents"])
-    assert relative(reweight["gradient"], native["gradient"]) <= bound
+    assert torch.equal(expected["latents"], reweight["latents"])
+    assert relative(reweight["gradient"], expected["gradient"]) <= bound
 
 
 @pytest.mark.parametrize("name", ["sd3", "wan", "sd"])
@@ -210,10 +218,24 @@ def oracle(name: str, train: str, guided: bool, transitions: list[Transition], d
     ("name", "train", "guided"), list(itertools.product(BUILD, ("full", "lora"), (False, True)))
 )
 def test_each_is_the_oracles_gradient(name, train, guided, kind) -> None:
-    with float64_throughout():
-        result = update(kind, name, train, torch.float64, guided=guided)
-        expected = oracle(name, train, guided, result["transitions"], torch.float64)
+    if kind is Native:
+        result = native(name, train, torch.float64, guided=guided, checkpointing=False)
+    else:
+        with float64_throughout():
+            result = update(kind, name, train, torch.float64, guided=guided)
+    transitions, expected = oracle_of(name, train, guided)
+    for mine, theirs in zip(result["transitions"], transitions, strict=True):
+        assert torch.equal(mine.latents, theirs.latents)
+        assert torch.equal(mine.next_latents, theirs.next_latents)
     assert relative(result["gradient"], expected) <= 1e-12
+
+
+@functools.cache
+def oracle_of(name: str, train: str, guided: bool) -> tuple[list[Transition], dict[str, Any]]:
+    """The oracle's gradient of native's trajectory, which every schedule must have sampled."""
+    sampled = native(name, train, torch.float64, guided=guided, checkpointing=False)["transitions"]
+    with float64_throughout():
+        return sampled, oracle(name, train, guided, sampled, torch.float64)
 
 
 @pytest.mark.parametrize("name", BUILD)
