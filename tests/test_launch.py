@@ -272,7 +272,8 @@ def test_a_mistake_of_one_rank(ranks: Ranks) -> None:
     )  # fmt: skip
     said = [line for line in out.splitlines() if line.startswith(("error:", "rank "))]
     assert said == [
-        "error: rank 1: reward `test_launch:deadly` raised RuntimeError: no disk left",
+        "error: rank 1: reward `test_launch:deadly` raised RuntimeError: no disk left "
+        "(test_launch.py, line 59)",
         "rank 0: stopped, because another rank did",
         "error: rank 1 failed first, with exit code 2; what it said is above. 0 updates are saved; "
         "go on with: leangrpo train mistake --resume --nproc 2",
@@ -398,6 +399,8 @@ def test_what_is_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         (torch.distributed.DistBackendError("remote process exited"), "another rank did"),
         (RuntimeError("Timed out waiting 600000ms for recv"), "another rank did not answer"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+        (RuntimeError("CUDA error: the launch timed out and was terminated"), None),
+        (RuntimeError("my model: operation aborted"), None),
         (torch.distributed.DistBackendError("Duplicate GPU detected : rank 0"), None),
         (ConnectionResetError("reset by peer"), None),  # a reward's own server, say
         (LeanError("timeout"), None),

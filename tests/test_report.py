@@ -65,6 +65,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "tensorboard",
         "summary.json",
         "report.html",
+        ".lock",
         "log.txt",
     }
     assert lines(folder / "metrics.jsonl") == [metrics(n, 3) for n in (1, 2, 3)]  # floats exactly
@@ -328,3 +329,13 @@ def test_live_view_of_a_closed_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     view.show("update 1/3  …  1 s left", 1)
     view.show("held-out")
     view.close()
+
+
+def test_a_folder_is_one_processs(tmp_path: Path) -> None:
+    record = RunRecord.create(tmp_path / "run", "updates: 2", quiet=True)
+    with pytest.raises(LeanError, match="another process is training in it"):
+        RunRecord.resume(tmp_path / "run", 0, "updates: 2", quiet=True)
+    record.close()
+    RunRecord.resume(tmp_path / "run", 0, "updates: 2", quiet=True).close()
+    with pytest.raises(LeanError, match="already holds a run"):
+        RunRecord.create(tmp_path / "run", "updates: 2", quiet=True)

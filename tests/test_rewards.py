@@ -411,7 +411,9 @@ def test_a_reward_that_raises_is_named() -> None:
 
     with Scorer([(broken, 1.0)]) as scorer, pytest.raises(RewardError) as caught:
         scorer(blank(1), ["a"])
-    assert str(caught.value) == "reward `broken` raised KeyError: 'weights'"
+    assert str(caught.value) == (
+        "reward `broken` raised KeyError: 'weights' (test_rewards.py, line 410)"
+    )
     assert isinstance(caught.value.__cause__, KeyError)
     with Scorer([("ocr", 1.0)]) as scorer:
         future = scorer.submit(blank(1), ["a red fox"])

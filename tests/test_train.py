@@ -377,6 +377,25 @@ def test_two_and_two_updates_are_four(
     assert_same_run(run, whole)
 
 
+def test_nothing_is_lost_when_no_checkpoint_can_be_read(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = settings(tmp_path / "run")
+    train(config, quiet=True)
+    before = lines(tmp_path / "run")
+    for state in (tmp_path / "run" / "checkpoints").glob("*/state.json"):
+        state.write_text("{", encoding="utf-8")
+    with pytest.raises(LeanError, match="None of the checkpoints in .* can be read"):
+        train(config, resume=True, quiet=True)
+    assert lines(tmp_path / "run") == before
+
+
+def test_fewer_updates_than_are_done(settings: Callable[..., Config], tmp_path: Path) -> None:
+    train(settings(tmp_path / "run"), quiet=True)
+    with pytest.raises(LeanError, match="`updates` is 1: 2 updates are done already"):
+        train(settings(tmp_path / "run", "updates=1"), resume=True, quiet=True)
+
+
 def test_resuming_a_finished_run_changes_nothing(
     settings: Callable[..., Config], tmp_path: Path
 ) -> None:
@@ -406,7 +425,7 @@ def test_refusals(whole: Path, settings: Callable[..., Config], tmp_path: Path) 
     before = sha(whole)
     with pytest.raises(LeanError, match="it already holds a run. Resume it, or name another"):
         train(settings(whole))
-    with pytest.raises(LeanError, match="made with other settings: going on would not be the same"):
+    with pytest.raises(LeanError, match=r"`seed` is 1 and was 0.*: going on would not be the same"):
         train(settings(whole, "updates=5", "seed=1"), resume=True)
     with pytest.raises(LeanError, match="there is no run to resume. Leave out --resume"):
         train(settings(tmp_path / "nowhere"), resume=True)

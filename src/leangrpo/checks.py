@@ -44,8 +44,8 @@ RESERVED_CALL = {
 MIN_CLIP_RANGE = 1e-7
 
 
-def check(config: Config, *, resume: bool = False) -> None:
-    """Refuse settings that cannot work together or with this machine's files.
+def check(config: Config, *, resume: bool = False, files: bool = True) -> None:
+    """Refuse settings that cannot work together or, with `files`, with this machine's files.
 
     Raises one LeanError with a line per problem; loads no model.
     """
@@ -58,7 +58,7 @@ def check(config: Config, *, resume: bool = False) -> None:
         _check_rewards,
     )
     problems = [p for group in groups for p in group(config)]
-    problems += _check_files(config, resume)
+    problems += _check_files(config, resume) if files else ()
     if problems:
         raise LeanError("\n".join(map(str, problems)))
 
@@ -154,17 +154,25 @@ def _check_parallel(config: Config) -> Iterator[LeanError]:
     p = config.parallel
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    shard = p.shard or (ranks // p.replicate if p.replicate else local)
-    replicate = p.replicate or max(1, ranks // shard)
-    if shard * replicate != ranks:
-        rule = f"shard x replicate is {shard} x {replicate}, and there are {ranks} ranks"
-        yield problem("parallel.shard", p.shard, rule, "Leave one of the two null.")
+    here = f"{ranks} ranks" if ranks > 1 else "one rank"
+    if p.shard is None and p.replicate and ranks % p.replicate:
+        yield problem("parallel.replicate", p.replicate, f"it does not divide {here}")
+    else:
+        shard = p.shard or (ranks // p.replicate if p.replicate else local)
+        replicate = p.replicate or max(1, ranks // shard)
+        if shard * replicate != ranks:
+            there = f"there are {ranks} ranks" if ranks > 1 else "there is one rank"
+            rule = f"shard x replicate is {shard} x {replicate}, and {there}"
+            yield problem("parallel.shard", p.shard, rule, "Leave one of the two null.")
     if p.sync == "step" and config.schedule == "reweight":
         rule = "schedule reweight must multiply by the advantage before ranks are added up"
         yield problem("parallel.sync", p.sync, rule, "Set it to update or group.")
     if p.ledger_dtype and config.schedule != "reweight":
         rule = f"only reweight has a ledger, and schedule is {config.schedule}"
         yield problem("parallel.ledger_dtype", p.ledger_dtype, rule, "Set it to null.")
+    if p.ledger_device == "host" and config.schedule != "reweight":
+        rule = f"only reweight has a ledger, and schedule is {config.schedule}"
+        yield problem("parallel.ledger_device", p.ledger_device, rule, "Set it to accelerator.")
 
 
 def _nearest_divisor(num: int, near: int) -> int:

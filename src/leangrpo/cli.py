@@ -19,7 +19,14 @@ import typer
 from . import __version__
 from .config import Config, load_config, recipe_names, recipe_text
 from .errors import LeanError
-from .launch import check_for, complain, expect_interrupts, launch
+from .launch import (
+    check_for,
+    complain,
+    die_with_launcher,
+    expect_interrupts,
+    launch,
+    only_alone,
+)
 from .runfolder import run_folder
 
 app = typer.Typer(
@@ -71,6 +78,7 @@ def main() -> None:
     """Entry point of `leangrpo` and `python -m leangrpo`."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns about torchvision at import
     expect_interrupts()
+    die_with_launcher()
     try:
         app()
     except KeyboardInterrupt:
@@ -146,6 +154,7 @@ def evaluate(
     json_file: JsonFile = None,
 ) -> None:
     """Score a run's checkpoint on its held-out prompts."""
+    only_alone("evaluate")
     _check_writable(json_file)
     config = _of_run(run)
     from .inference import evaluate_run
@@ -171,6 +180,7 @@ def sample(
     json_file: JsonFile = None,
 ) -> None:
     """Make pictures with a run's weights, by the pipeline's own deterministic sampler."""
+    only_alone("sample")
     _check_writable(json_file)
     config = _of_run(run)
     from .inference import sample_run
@@ -197,6 +207,7 @@ def export(
 
     Example: leangrpo export runs/mine my-model
     """
+    only_alone("export")
     _check_writable(json_file)
     config = _of_run(run)
     from .export import export_run
@@ -235,6 +246,9 @@ def bench(
     """
     _check_writable(json_file)
     config = _load(settings)
+    from .checks import check
+
+    check(config, files=False)
     if nproc is not None:
         check_for(config, nproc, resume=True)  # it leaves a run's folder alone
     if nproc is not None and nproc > 1:

@@ -244,14 +244,30 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
+FREE = {"run", "checkpoint", "updates", "recipe", "description", "schedule", "parallel"}
+"""Branches of the settings that may change when a run is resumed."""
+
+
+def differences(config: Config, other: Config) -> list[str]:
+    """In words, where two runs' settings determine other numbers: "`seed` is 4 and was 0"."""
+    one, two = (c.model_dump(mode="json", exclude=FREE) for c in (config, other))
+
+    def walk(path: str, a: Any, b: Any) -> list[str]:
+        if isinstance(a, dict) and isinstance(b, dict):
+            names = dict.fromkeys([*a, *b])
+            return [w for n in names for w in walk(f"{path}{n}.", a.get(n), b.get(n))]
+        return [] if a == b else [f"`{path[:-1]}` is {a!r} and was {b!r}"]
+
+    return walk("", one, two)
+
+
 def config_hash(config: Config) -> str:
     """Sha256 of the settings that determine the numbers.
 
     Left out: `run`, `checkpoint`, `updates`, `recipe`, `description`, and what changes rounding at
     most: `schedule` and `parallel`.
     """
-    left_out = {"run", "checkpoint", "updates", "recipe", "description", "schedule", "parallel"}
-    tree = config.model_dump(mode="json", exclude=left_out)
+    tree = config.model_dump(mode="json", exclude=FREE)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 

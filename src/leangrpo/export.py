@@ -37,7 +37,7 @@ def export_run(
     policy, at = load_run(config, run, update, ema)
     policy.detach()
     lora = is_lora(policy.denoisers[0])
-    partial = target.with_name(f".{target.name}.partial")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -132,7 +132,7 @@ def _compare_pipeline(pipe: Any, folder: Path, out: Path, config: Config) -> lis
     missing = [name for name, part in pipe.components.items() if part is None]
     words = [repr(str(out)), *(f"{n}=None" for n in missing if n not in pipe._optional_components)]
     if config.model.dtype != "float32":
-        words.append(f"torch_dtype=torch.{config.model.dtype}")
+        words.append(f"dtype=torch.{config.model.dtype}")
     return [f"DiffusionPipeline.from_pretrained({', '.join(words)})"]
 
 

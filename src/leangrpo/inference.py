@@ -37,10 +37,13 @@ def load_run(
     if update is None:
         found, complaints = checkpoint.newest(root)
         for complaint in complaints:
-            print(f"warning: {complaint} Using the one before it.", flush=True)
+            print(f"warning: {complaint} Using an older one.", flush=True)
         if found is None:
             raise LeanError(f"{run} has no checkpoint yet. Wait for one, or train it first.")
     else:
+        if not (root / f"{update:06d}").is_dir():
+            there = ", ".join(str(int(p.name)) for p in checkpoint.folders(root)) or "none"
+            raise LeanError(f"{run} has no checkpoint of update {update}. It has: {there}.")
         found = checkpoint.open_checkpoint(root / f"{update:06d}")
     if config.run.threads:
         torch.set_num_threads(config.run.threads)

@@ -25,6 +25,19 @@ from .errors import LeanError, problem
 FOLLOWED = 3
 """Exit code of a rank that ended because another one had."""
 
+FROM_TORCH = (
+    "gloo",
+    "nccl",
+    "processgroup",
+    "c10d",
+    "tcpstore",
+    "pair.cc",
+    "connection closed by peer",
+    "connection reset by peer",
+    "timed out waiting",
+)
+"""What a RuntimeError says that comes from a collective, and not from a model or a reward."""
+
 STARTED = "LEANGRPO_NPROC"
 """In the environment of ranks that `launch` has started: how many they are."""
 
@@ -87,6 +100,20 @@ def launch(words: Sequence[str], nproc: int, folder: Path | None = None) -> int:
         del os.environ[STARTED]
         logging.disable(logging.NOTSET)
     return 0
+
+
+def die_with_launcher() -> None:
+    """Let a rank that `launch` has started end when the launcher is killed (Linux)."""
+    if is_started() and sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def only_alone(command: str) -> None:
+    """Refuse a command that works in one process, where there are several ranks."""
+    if rank_of_several() is not None:
+        raise LeanError(f"`leangrpo {command}` works in one process: start it without torchrun.")
 
 
 def check_for(config: Config, nproc: int, *, resume: bool = False) -> None:
@@ -155,7 +182,9 @@ def because_of_another(error: BaseException) -> str | None:
     if not isinstance(error, RuntimeError | DistError):
         return None
     text = str(error).lower()
-    if any(words in text for words in ("imed out", "timeout")):
+    if not isinstance(error, DistError) and not any(words in text for words in FROM_TORCH):
+        return None
+    if any(words in text for words in ("timed out", "timeout")):
         return "another rank did not answer within parallel.timeout"
     left = ("closed by peer", "reset by peer", "broken pipe", "remote process exited", "aborted")
     return "another rank did" if any(words in text for words in left) else None

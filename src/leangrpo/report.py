@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import __version__
 from .console import LiveView, is_terminal, print_safely
-from .errors import LeanError
+from .errors import LeanError, problem
 from .launch import is_started, resume_command
 from .pictures import save_grid, side_by_side
 from .runfolder import (
@@ -27,6 +27,7 @@ from .runfolder import (
     SUMMARY,
     Run,
     append_line,
+    lock,
     read_lines,
     read_run,
     replace_file,
@@ -39,11 +40,14 @@ __all__ = ["Run", "RunRecord", "read_lines", "read_run", "save_grid"]
 class RunRecord:
     """Writes a run folder and shows progress. A closed terminal never ends a run."""
 
-    def __init__(self, folder: Path, *, quiet: bool, updates: int, purge: int | None) -> None:
+    def __init__(
+        self, folder: Path, *, quiet: bool, updates: int, purge: int | None, held: Any = None
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = folder
         self.quiet = quiet
+        self._held = held
         self.updates = updates
         self._seconds: list[float] = []
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
@@ -57,8 +61,13 @@ class RunRecord:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(folder, error) from error
+        held = lock(folder)
+        if (folder / CONFIG).exists():  # another run was faster
+            held.close()
+            remedy = "Resume it, or name another folder."
+            raise problem("run.dir", str(folder), "it already holds a run", remedy)
         replace_file(folder / CONFIG, config)
-        return cls(folder, quiet=quiet, updates=_updates(config), purge=None)
+        return cls(folder, quiet=quiet, updates=_updates(config), purge=None, held=held)
 
     @classmethod
     def resume(
@@ -67,6 +76,7 @@ class RunRecord:
         """Go on in a folder: lines of later updates than `update` are dropped, here and in
         TensorBoard, as they will be written again. With -1, all of them are."""
         folder = Path(folder)
+        held = lock(folder)
         for name in (METRICS, EVALUATIONS):
             kept = [line for line in read_lines(folder / name) if line["update"] <= update]
             replace_file(folder / name, "".join(f"{json.dumps(line)}\n" for line in kept))
@@ -75,7 +85,7 @@ class RunRecord:
                 grid.unlink()
         (folder / SUMMARY).unlink(missing_ok=True)
         replace_file(folder / CONFIG, config)
-        record = cls(folder, quiet=quiet, updates=_updates(config), purge=update + 1)
+        record = cls(folder, quiet=quiet, updates=_updates(config), purge=update + 1, held=held)
         record._say(f"going on after update {max(update, 0)}")
         return record
 
@@ -150,6 +160,7 @@ class RunRecord:
 
     def failed(self, error: BaseException, update: int) -> None:
         """Close what is open and say what is saved; the error itself is the caller's to print."""
+        append_line(self.folder / LOG, f"failed: {type(error).__name__}: {error}")
         self.close()
         if update > 0 and not isinstance(error, KeyboardInterrupt | SystemExit):
             self._page()
@@ -162,6 +173,8 @@ class RunRecord:
     def close(self) -> None:
         """Flush TensorBoard and leave the terminal as it was."""
         self._board.close()
+        if self._held is not None:
+            self._held.close()
         if self._live is not None:
             self._live.close()
             self._live = None

@@ -14,12 +14,14 @@ import inspect
 import io
 import re
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
@@ -378,9 +380,11 @@ class Scorer:
                 returned = reward(images, list(prompts), list(metadata))
         except LeanError as error:
             raise RewardError(f"reward `{name}`: {error}") from error
-        except Exception as error:
-            text = f"reward `{name}` raised {type(error).__name__}: {' '.join(str(error).split())}"
-            raise RewardError(text) from error
+        except (Exception, SystemExit) as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(at.filename).name}, line {at.lineno}"
+            raise RewardError(f"reward `{name}` raised {said} ({place})") from error
         if version is not None and images._version != version:
             raise RewardError(
                 f"reward `{name}` changed the images in place, and other rewards and the sample "

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from .config import Config
-from .errors import LeanError
+from .errors import LeanError, problem
 
 CONFIG, SUMMARY, LOG, PAGE = "config.yaml", "summary.json", "log.txt", "report.html"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
@@ -34,6 +34,27 @@ def run_folder(config: Config) -> Path:
     if config.run.dir:
         return Path(config.run.dir).expanduser()
     return Path("runs") / f"{config.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def lock(folder: Path) -> Any:
+    """Hold a run's folder for this process, until the returned file is closed or the process ends.
+
+    Raises LeanError when another process holds it: two would mix their lines and checkpoints.
+    """
+    file = (folder / ".lock").open("a", encoding="utf-8")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        rule = "another process is training in it"
+        raise problem(
+            "run.dir", str(folder), rule, "Wait for it, or name another folder."
+        ) from error
+    except (ImportError, OSError):
+        pass  # no locks here, as on some network disks: the run goes on without
+    return file
 
 
 def read_run(folder: str | Path) -> Run:

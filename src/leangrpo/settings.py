@@ -224,7 +224,7 @@ class Parallel(Settings):
     check: bool = Field(
         False, description="compare the ranks' collectives and weights after every update"
     )
-    timeout: Float = Field(600.0, gt=0, description="seconds until a collective gives up")
+    timeout: Float = Field(600.0, ge=1, description="seconds until a collective gives up")
 
 
 class Optimizer(Settings):

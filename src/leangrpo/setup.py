@@ -13,10 +13,11 @@ import torch
 from . import checkpoint
 from .checks import check
 from .collectives import Collectives
-from .config import Config, config_hash, read_prompts, to_yaml
+from .config import Config, config_hash, differences, load_config, read_prompts, to_yaml
 from .ema import Ema
 from .errors import LeanError, problem
 from .gradients import Gradients
+from .launch import resume_command
 from .layout import Layout, classic_layout, shared_layout
 from .loading import copy_denoisers, denoisers, load_pipeline, make_trainable, place
 from .parallel import World, join, make_gradients, shard_denoiser
@@ -295,12 +296,21 @@ def find_checkpoint(config: Config, folder: Path) -> checkpoint.Checkpoint | Non
             "run.dir", str(folder), "there is no run to resume", "Leave out --resume to start one."
         )
     found, complaints = checkpoint.newest(folder / "checkpoints")
-    for complaint in complaints:
-        print(f"warning: {complaint} Using the one before it.", flush=True)
-    if found and found.state.get("config") != config_hash(config):
+    if complaints and found is None:
         raise LeanError(
-            f"The run in {folder} was made with other settings: going on would not be the same "
-            "run. Resume it with its own: leangrpo train "
-            f"{folder / 'config.yaml'} run.dir={folder} --resume"
+            f"None of the checkpoints in {folder} can be read, and starting over would lose its "
+            f"record. The newest: {complaints[0]} Move {folder} away to start a new run."
+        )
+    for complaint in complaints:
+        print(f"warning: {complaint} Using an older one.", flush=True)
+    if found and found.update > config.updates:
+        rule = f"{found.update} updates are done already"
+        raise problem("updates", config.updates, rule, "Ask for as many or more.")
+    if found and found.state.get("config") != config_hash(config):
+        changed = differences(config, load_config(folder / "config.yaml"))
+        raise LeanError(
+            f"The run in {folder} was made with other settings "
+            f"({'; '.join(changed[:4]) or 'its config.yaml was changed'}): going on would not be "
+            f"the same run. Resume it with its own: {resume_command(folder)}"
         )
     return found
