@@ -246,11 +246,12 @@ def bench(
     """
     _check_writable(json_file)
     config = _load(settings)
-    from .checks import check
-
-    check(config, files=False)
     if nproc is not None:
         check_for(config, nproc, resume=True)  # it leaves a run's folder alone
+    else:
+        from .checks import check
+
+        check(config, files=False)
     if nproc is not None and nproc > 1:
         flags = [f"--schedules={schedules}"] if schedules else []
         flags += [f"--rounds={rounds}"] + ["--collectives"] * collectives
