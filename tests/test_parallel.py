@@ -73,7 +73,7 @@ def cases() -> dict[str, list[str]]:
         add(pipeline, [], "full float32", "fsdp")
         add(pipeline, ["model.train=lora"], "lora float32", "fsdp")
     threes = ["rollout={prompts: 2, generations: 6, micro_batch: 3}"]
-    add("embedded", threes, "threes float32", "parallel={replicate: 1, shard: 2}")
+    add("embedded", threes, "threes float32", "fsdp")
     double = ["model.dtype=float64"]
     for shape in ("m6", "m2", "m3"):
         add("sd3", [*double, SHAPES[shape]], shape, "fsdp", schedules=("native", "reweight"))
