@@ -54,24 +54,20 @@ class Scoreboard:
 
     def gather_all(self, world: World) -> None:
         """Fill in everybody's rewards and KL; a collective of all ranks."""
-        if world.size > 1:
-            own = self._own()
-            parts = torch.stack([torch.where(own, t, 0.0) for t in (self.rewards, self.kl)])
-            self.rewards, self.kl = world.sum(parts).unbind()
+        self.rewards, self.kl = self._from_owners(world, self.rewards, self.kl)
 
     def join(self, world: World) -> None:
         """Fill in what other ranks know, from the rank that owns each sample; a collective."""
-        if world.size == 1:
-            return
-        tensors = [self.rewards, self.advantages, *self.each.values()]
-        own = self._own()
-        joined = world.sum(torch.stack([torch.where(own, t, 0.0) for t in tensors]))
-        self.rewards, self.advantages, *each = joined.unbind()
+        tensors = self.rewards, self.advantages, *self.each.values()
+        self.rewards, self.advantages, *each = self._from_owners(world, *tensors)
         self.each = dict(zip(self.each, each, strict=True))
         self.excluded = int(world.sum(torch.tensor(self.excluded)))
 
-    def _own(self) -> Tensor:
+    def _from_owners(self, world: World, *tensors: Tensor) -> Sequence[Tensor]:
+        """Each sample's entries from the one rank that owns it: a sum of what is zero elsewhere."""
+        if world.size == 1:
+            return tensors
         mine = torch.zeros(self.rewards.shape, dtype=torch.bool)
         for p, g in self.owned:
             mine[p, g] = True
-        return mine
+        return world.sum(torch.stack([torch.where(mine, t, 0.0) for t in tensors])).unbind()

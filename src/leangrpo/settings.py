@@ -88,6 +88,11 @@ class Model(Settings):
         False, description="recompute activations inside a backward: less memory, more time"
     )
 
+    @property
+    def has_master(self) -> bool:
+        """Whether the weights are kept in another dtype than is computed in."""
+        return self.master_dtype not in (None, self.dtype)
+
 
 class Prompts(Settings):
     """Where prompts come from."""
@@ -190,6 +195,11 @@ class Objective(Settings):
     )
     kl: Float = Field(0.0, ge=0, description="weight of the KL to the reference in the loss")
     kl_in_reward: Float = Field(0.0, ge=0, description="weight of the KL subtracted from rewards")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether transitions are compared with the reference policy."""
+        return self.kl > 0 or self.kl_in_reward > 0
 
 
 class Parallel(Settings):

@@ -65,7 +65,7 @@ class Setup:
     @property
     def needs_kl(self) -> bool:
         """Whether transitions are compared with the reference policy."""
-        return self.config.objective.kl > 0 or self.config.objective.kl_in_reward > 0
+        return self.config.objective.needs_reference
 
 
 def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setup:
@@ -75,9 +75,10 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
     """
     check(config, resume=resume)
     p = config.parallel
-    master = config.model.master_dtype not in (None, config.model.dtype)
     device = pick_device(config.run.device)
-    world = join(p.shard, p.replicate, timeout_s=p.timeout, master=master, device=device)
+    world = join(
+        p.shard, p.replicate, timeout_s=p.timeout, master=config.model.has_master, device=device
+    )
     folder = world.share(run_folder(config))
     found = _found_by_the_first(world, config, folder) if resume else None
     prompts = read_prompts(config.prompts.train)
@@ -183,7 +184,7 @@ def make_policy(
 ) -> Policy:
     """Load the pipeline, choose what is trained, shard it, make it stochastic."""
     m, k = config.model, config.kernel
-    compute = None if m.master_dtype in (None, m.dtype) else getattr(torch, m.dtype)
+    compute = getattr(torch, m.dtype) if m.has_master else None
     sharded = world is not None and world.mesh is not None and (world.shards > 1 or bool(compute))
     pipe = load_pipeline(
         m.pipeline,
@@ -201,8 +202,8 @@ def make_policy(
         activation_checkpointing=m.activation_checkpointing,
     )
     sampling = Sampling(**config.sampling.model_dump())
-    with_kl = config.objective.kl > 0 or config.objective.kl_in_reward > 0
-    reference = copy_denoisers(pipe) if with_kl and m.train == "full" else None
+    copied = config.objective.needs_reference and m.train == "full"
+    reference = copy_denoisers(pipe) if copied else None
     if sharded:
         assert world is not None
         reduce = getattr(torch, config.parallel.reduce_dtype)
@@ -211,7 +212,7 @@ def make_policy(
     place(pipe, device, offload=m.offload)
     for module in (reference or {}).values():
         module.to(device)
-    policy = Policy(
+    return Policy(
         pipe,
         sampling,
         reference=reference,
@@ -222,7 +223,6 @@ def make_policy(
         seed=config.seed,
         watch=watch,
     )
-    return policy
 
 
 def make_schedule(
