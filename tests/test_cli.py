@@ -312,7 +312,7 @@ def test_stopped(by: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         (
             "rollout.generations=1",
             "`rollout.generations` is 1: a group of one has no baseline to be compared with. "
-            "Take 2 or more.",
+            "Take 2 or more, or another advantage.baseline.",
         ),
         ("updates=0", "`updates` is 0: it must be at least 1."),
         (

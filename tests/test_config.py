@@ -285,7 +285,7 @@ def test_unreadable_sources(tmp_path: Path) -> None:
         (
             "rollout.generations=1",
             "`rollout.generations` is 1: a group of one has no baseline to be compared with. "
-            "Take 2 or more.",
+            "Take 2 or more, or another advantage.baseline.",
         ),
         (
             "rollout.generations=10 rollout.micro_batch=4 schedule=native",

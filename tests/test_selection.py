@@ -23,12 +23,19 @@ class Rule:
     """The settings of selection, with FlowGRPO's defaults."""
 
     rule: str = "fraction"
+    per: str = "update"
     fraction: float = 1.0
     size: int | None = None
     range: tuple[int, int] | None = None
+    move: str = "random"
+    every: int = 25
+    stride: int = 1
+    decay: str = "constant"
+    wrap: bool = True
     steps: tuple[int, ...] | None = None
     last: bool = False
     outside: str = "stochastic"
+    last_noise: bool = True
 
 
 def chosen(stds: list[float] = NOISE, *, seed: int = 0, update: int = 0, **rule: Any) -> Selection:

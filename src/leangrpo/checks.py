@@ -40,6 +40,9 @@ RESERVED_CALL = {
     "timesteps": None,
 }
 
+# Kernels whose noise is g√h.
+GUARDED = ("flow_sde", "flow_sde_wan", "dance_sde")
+
 # Half the spacing of float32 just above 1 is 6e-8: a narrower range would clip rounding.
 MIN_CLIP_RANGE = 1e-7
 
@@ -53,6 +56,9 @@ def check(config: Config, *, resume: bool = False, files: bool = True) -> None:
         _check_steps,
         _check_kernel,
         _check_rollout,
+        _check_prefix,
+        _check_advantage,
+        _check_objective,
         _check_parallel,
         _check_model,
         _check_rewards,
@@ -129,9 +135,10 @@ def _check_kernel(config: Config) -> Iterator[LeanError]:
 
 def _check_rollout(config: Config) -> Iterator[LeanError]:
     num, micro = config.rollout.generations, config.rollout.micro_batch
-    if num < 2:
+    if num < 2 and config.advantage.baseline == "prompt":
         rule = "a group of one has no baseline to be compared with"
-        yield problem("rollout.generations", num, rule, "Take 2 or more.")
+        remedy = "Take 2 or more, or another advantage.baseline."
+        yield problem("rollout.generations", num, rule, remedy)
     if config.schedule == "reweight" and micro != 1 and config.model.activation_checkpointing:
         rule = "schedule reweight cannot split the gradient of a checkpointed block by sample"
         remedy = "Set it to 1, or model.activation_checkpointing to false, or use retain."
@@ -145,9 +152,77 @@ def _check_rollout(config: Config) -> Iterator[LeanError]:
     if config.rollout.prompts % config.rollout.parts:
         rule = f"it must be a multiple of rollout.parts, which is {config.rollout.parts}"
         yield problem("rollout.prompts", config.rollout.prompts, rule)
-    if config.objective.clip_range < MIN_CLIP_RANGE:
+
+
+def _check_prefix(config: Config) -> Iterator[LeanError]:
+    selection, rollout = config.selection, config.rollout
+    drawn = selection.rule == "random" or (
+        selection.rule == "window" and selection.move == "random"
+    )
+    if selection.per != "update" and not drawn:
+        rule = "only rule random and a random window are drawn"
+        yield problem("selection.per", selection.per, rule, "Set it to update.")
+    if selection.per == "sample" and rollout.micro_batch > 1:
+        rule = "the samples of a forward share their steps"
+        yield problem(
+            "selection.per", "sample", rule, "Set rollout.micro_batch to 1, or per group."
+        )
+    if selection.move == "progressive" and selection.rule != "window":
+        rule = f"only rule window moves, and selection.rule is {selection.rule}"
+        yield problem("selection.move", selection.move, rule)
+    if not rollout.share_prefix:
+        return
+    if rollout.initial_noise != "group":
+        rule = "generations share their first steps only if they start from the same noise"
+        yield problem("rollout.share_prefix", True, rule, "Set rollout.initial_noise=group.")
+    if selection.outside != "deterministic":
+        rule = "steps that draw noise are no sample's but its own"
+        yield problem("rollout.share_prefix", True, rule, "Set selection.outside=deterministic.")
+    if selection.per == "sample":
+        rule = "generations that part at different steps have no common prefix"
+        yield problem("rollout.share_prefix", True, rule, "Set selection.per to group or update.")
+
+
+def _check_advantage(config: Config) -> Iterator[LeanError]:
+    a, o, num = config.advantage, config.objective, config.rollout.generations
+    fitting = {"history": "prompt", "value": "none"}.get(a.baseline, a.std)
+    if a.std != fitting:
+        rule = f"with advantage.baseline={a.baseline} it must be {fitting}"
+        yield problem("advantage.std", a.std, rule)
+    if a.rewards == "each" and a.baseline in ("history", "value"):
+        rule = f"advantage.baseline={a.baseline} has one reward"
+        yield problem("advantage.rewards", a.rewards, rule, "Set it to sum.")
+    if a.rewards == "each" and o.kl_in_reward:
+        rule = "there is no sum for the KL to be subtracted from"
+        yield problem("objective.kl_in_reward", o.kl_in_reward, rule, "Set advantage.rewards=sum.")
+    if a.rewards == "each" and sum(r.weight for r in config.rewards) <= 0:
+        rule = "with advantage.rewards=each the weights are divided by their sum"
+        yield problem("rewards", [r.weight for r in config.rewards], rule, "Make it positive.")
+    if a.min_history > a.history:
+        rule = f"only advantage.history={a.history} rewards of a prompt are kept"
+        yield problem("advantage.min_history", a.min_history, rule)
+    if a.best_of is not None and a.best_of > num:
+        rule = f"there are {num} generations (rollout.generations)"
+        yield problem("advantage.best_of", a.best_of, rule)
+    if a.best_of is not None and o.kl:
+        rule = "generations left out would still have a KL in the loss"
+        yield problem("advantage.best_of", a.best_of, rule, "Set objective.kl to 0.")
+
+
+def _check_objective(config: Config) -> Iterator[LeanError]:
+    o, steps = config.objective, config.sampling.steps
+    if o.clip_range < MIN_CLIP_RANGE:
         rule = f"below {MIN_CLIP_RANGE:g} float32 rounding of the ratio alone would be clipped"
-        yield problem("objective.clip_range", config.objective.clip_range, rule)
+        yield problem("objective.clip_range", o.clip_range, rule)
+    if o.step_weights is not None and len(o.step_weights) != steps:
+        rule = f"{len(o.step_weights)} numbers for {steps} steps (sampling.steps)"
+        yield problem("objective.step_weights", list(o.step_weights), rule, "Give one a step.")
+    if o.step_weights is not None and any(w <= 0 for w in o.step_weights):
+        rule = "each must be above 0; steps that are not to be trained belong into selection"
+        yield problem("objective.step_weights", list(o.step_weights), rule)
+    if o.ratio == "guard" and config.kernel.name not in GUARDED:
+        rule = f"it normalises noise of std g√h, which {config.kernel.name} does not have"
+        yield problem("objective.ratio", o.ratio, rule, f"Kernels: {', '.join(GUARDED)}.")
 
 
 def _check_parallel(config: Config) -> Iterator[LeanError]:

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 
 from pydantic import ValidationError
 
+from .describe import describe_settings
 from .errors import LeanError, problem
-from .settings import describe_settings
 
 _WORDS = {
     "int_type": "it must be a whole number",

@@ -19,8 +19,9 @@ import yaml
 from pydantic import ValidationError
 
 from .complaints import complaints, did_you_mean, setting_paths, unknown_setting
+from .describe import describe_settings
 from .errors import LeanError, problem
-from .settings import Config, describe_settings
+from .settings import Config
 
 __all__ = [
     "Config",

@@ -33,7 +33,10 @@ class Transition:
     `log_prob` is `(B,)` and carries its graph when the step was sampled with gradients. `latents`
     (z_t) and `next_latents` (z_{t-1}) are `(B, ...)` float32, exactly what the kernel read and
     what was handed on; a foreign trainer that feeds bare log-probabilities leaves them out.
-    `kl` `(B,)` is the divergence from the reference policy, where one is in the loss.
+    `std` is 0-d, of the noise that was added; `output` `(B, ...)` what the network said. `kl`
+    `(B,)` is the divergence from the reference policy, where one is in the loss, and `reference`
+    what it is taken to. `baseline` `(B,)` is subtracted from the samples' advantages at this step;
+    it is known when the step is sampled. `weight` multiplies the step's loss; 0 is an idle step.
     """
 
     keys: tuple[Hashable, ...]
@@ -43,9 +46,12 @@ class Transition:
     latents: Tensor | None = None
     next_latents: Tensor | None = None
     mean: Tensor | None = None
+    std: Tensor | None = None
     kl_std: Tensor | None = None
+    output: Tensor | None = None
     kl: Tensor | None = None
-    reference_mean: Tensor | None = None
+    reference: Tensor | None = None
+    baseline: Tensor | None = None
     weight: float = 1.0
     version: int | None = None
     process: int = field(default_factory=os.getpid)
@@ -54,7 +60,7 @@ class Transition:
         """The same step for a later replay; its graph may go."""
         kl = None if self.kl is None else self.kl.detach()
         mean = None if self.mean is None else self.mean.detach()
-        return replace(self, log_prob=self.log_prob.detach(), kl=kl, mean=mean)
+        return replace(self, log_prob=self.log_prob.detach(), kl=kl, mean=mean, output=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,13 +169,16 @@ def cps_log_prob(next_x: Tensor, step: Step, reduce: Reduce = "mean") -> Tensor:
     return -_reduce((next_x - step.mean).square(), reduce)
 
 
-def kl_to_reference(mean: Tensor, reference_mean: Tensor, kl_std: Tensor) -> Tensor:
-    """KL of two transitions of one std, (μ - μ_ref)² / (2 kl_std²), averaged over the elements.
+def kl_to_reference(mean: Tensor, reference: Tensor, std: Tensor | None) -> Tensor:
+    """KL of two transitions of one std, (μ - μ_ref)² / (2 std²), averaged over the elements.
 
-    The means are `(B, ...)`; the result is `(B,)` float64. Source: FlowGRPO, train_sd3_fast. For
-    flow_sde `kl_std` is g, which makes this h times the divergence; for the others it is exact.
+    The means are `(B, ...)`; the result is `(B,)` float64. Without a `std` it is the mean square
+    alone: of means (Flow-Factory) or of model outputs (DPOK, train_online_pg). Source: FlowGRPO,
+    train_sd3_fast, divides by 2g² for flow_sde, which makes it h times the divergence; its Wan
+    and cps forms by 2s², which is the divergence per element.
     """
-    return _reduce((mean - reference_mean).square(), "mean") / (2 * kl_std.double() ** 2)
+    squares = _reduce((mean - reference).square(), "mean")
+    return squares if std is None else squares / (2 * std.double() ** 2)
 
 
 def _reduce(values: Tensor, reduce: Reduce) -> Tensor:

@@ -51,6 +51,14 @@ class Ledger:
             self.waiting[self._last] = [self._stow(g) for g in self.waiting[self._last]]
         self.waiting[key], self._last = gradient, key
 
+    def join(self, key: Hashable, gradient: Gradient) -> None:
+        """Add to what a trajectory has; takes the tensors over."""
+        kept = self.reopen(key)
+        for i, g in enumerate(gradient):
+            before = kept[i]
+            kept[i] = g if before is None else before if g is None else before.add_(g)
+        self.hold(key, kept)
+
     def hold_batch(self, keys: tuple[Hashable, ...], factors: list[Factors]) -> None:
         """Keep a step of a batch of trajectories, its gradients in factors."""
         self.batches.append((keys, factors))
@@ -80,6 +88,12 @@ class Ledger:
     def add(self, gradient: Gradient) -> None:
         """total += gradient, when next needed; takes the tensors over."""
         self._due.append((gradient, 1.0))
+
+    def add_scaled(self, gradient: Gradient, coefficient: float) -> None:
+        """total += coefficient * gradient, now; the tensors stay their owner's."""
+        for i, g in enumerate(gradient):
+            if g is not None:
+                self._sum(i).add_(g, alpha=coefficient)
 
     def add_factors(self, some: Iterable[tuple[Factors, Tensor]]) -> None:
         """total += sum_b c_b * gradient of sample b, for factors with their `(B,)` coefficients."""

@@ -61,6 +61,14 @@ class Plan:
     std: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Where the trajectories of a group part: the latents `(1, ...)` before step `step`."""
+
+    step: int
+    latents: Tensor
+
+
 class Policy:
     """A pipeline whose transitions are sampled, scored and differentiated.
 
@@ -76,16 +84,19 @@ class Policy:
         kernel: str = "flow_sde",
         noise_level: float | None = 0.7,
         reduce: str = "mean",
+        kl_form: str = "flow_grpo",
         seed: int = 0,
         reference: Mapping[str, nn.Module] | None = None,
         dtype: torch.dtype | None = None,
         watch: Stopwatch | None = None,
     ) -> None:
-        """`reference`: frozen denoisers by name, the policy that KL is taken to (adapters need
-        none). `dtype`: what the denoisers compute in, where it is not that of their weights."""
+        """`kl_form`: what `with_kl` compares, see the setting. `reference`: frozen denoisers by
+        name, the policy that KL is taken to (adapters need none). `dtype`: what the denoisers
+        compute in, where it is not that of their weights."""
         if isinstance(previous := getattr(pipe, "_leangrpo", None), Policy):
             previous.detach()
         self.pipe, self.seed, self.watch = pipe, seed, watch or Stopwatch()
+        self.kl_form = kl_form
         self.names = [n for n in DENOISERS if isinstance(getattr(pipe, n, None), nn.Module)]
         if not self.names:
             raise LeanError(
@@ -194,6 +205,8 @@ class Policy:
         noisy: Collection[int] | None = None,
         grad: bool = False,
         decode: bool = True,
+        same_noise: bool = False,
+        prefix: Prefix | None = None,
         on_transition: Callable[[Transition], None] | None = None,
         capture: Capture | None = None,
         sampling: Sampling | None = None,
@@ -203,6 +216,8 @@ class Policy:
         With `grad` the selected steps run with gradients and their transitions carry a graph; the
         others leave nothing behind. `noisy` steps are stochastic (default: every step that has
         noise, or none when nothing is selected: the pipeline's own deterministic sampler).
+        With `same_noise` the generations of a prompt start from the same noise, and with a `prefix`
+        they go on from where it ends instead of running its steps again.
         `on_transition` takes each transition as it appears, so that its graph can go at once;
         `capture` is on while several samples are sampled together (see `capture`).
         Raises LeanError for a selected step that does not exist or has no noise.
@@ -237,8 +252,15 @@ class Policy:
             last_step=lambda: self.watch.switch("decode"),
             capture=capture if grad and len(keys) > 1 else None,
         )
-        reference = torch.empty(0, dtype=plan.dtype, device=self._device)
-        latents = normal(self.seed, tape.keys, INITIAL, plan.shape, like=reference)
+        if prefix is None:
+            latents = self._noise(tape.keys, plan, same=same_noise)
+        else:
+            if any(i < prefix.step for i in noisy):
+                raise problem(
+                    "noisy", sorted(noisy), f"the prefix has run steps 0 to {prefix.step - 1}"
+                )
+            latents = prefix.latents.expand(len(keys), *plan.shape).contiguous()
+            tape.span, tape.latents = (prefix.step, len(std)), latents
         with self.watch.stage("rollout"), tape.capture or nullcontext():
             output = self._call(
                 sampling, tape, prompts, latents=latents, output_type="pt" if decode else "latent"
@@ -246,6 +268,26 @@ class Policy:
         final = self.pipe.scheduler._emitted
         images = output.detach().to("cpu", torch.float32) if decode else None
         return Rollout(tape.keys, tape.prompts, images, final, tuple(taken))
+
+    def prefix(self, prompt: str, key: SampleKey, step: int) -> Prefix:
+        """Run the deterministic steps [0, `step`) that all generations of a prompt share, once.
+
+        They share them when they start from the same noise (`sample(same_noise=True)`) and draw
+        none before `step`: FlowGRPO-Fast's branches. With one sample in a forward the rest is
+        bitwise what it would have been; in larger forwards the matrix kernels round otherwise.
+        """
+        plan = self.plan()
+        tape = Tape(keys=(key,), prompts=(prompt,), seed=self.seed, span=(0, step))
+        latents = self._noise(tape.keys, plan, same=True)
+        with self.watch.stage("rollout"):
+            self._call(self.sampling, tape, tape.prompts, latents=latents, output_type="latent")
+        return Prefix(step, self.pipe.scheduler._emitted)
+
+    def _noise(self, keys: Sequence[SampleKey], plan: Plan, *, same: bool) -> Tensor:
+        """The noise trajectories start from; with `same` that of generation 0 for the group."""
+        own = [key._replace(generation=0) for key in keys] if same else keys
+        like = torch.empty(0, dtype=plan.dtype, device=self._device)
+        return normal(self.seed, own, INITIAL, plan.shape, like=like)
 
     def replay(self, transition: Transition, *, grad: bool = True) -> Transition:
         """The same transition again under the current weights, with gradients unless `grad=False`.
@@ -286,15 +328,16 @@ class Policy:
         """
         with self.reference():
             away = self.replay(replace(transition, kl=None), grad=False)
-        assert away.mean is not None
-        transition.reference_mean = away.mean
+        transition.reference = away.output if self.kl_form == "output" else away.mean
         transition.kl = self._divergence(transition, transition)
         return transition
 
-    @staticmethod
-    def _divergence(t: Transition, reference: Transition) -> Tensor:
-        assert t.mean is not None and t.kl_std is not None and reference.reference_mean is not None
-        return kl_to_reference(t.mean, reference.reference_mean, t.kl_std)
+    def _divergence(self, t: Transition, other: Transition) -> Tensor:
+        """From what `other` has as its reference."""
+        mine = t.output if self.kl_form == "output" else t.mean
+        std = {"flow_grpo": t.kl_std, "exact": t.std}.get(self.kl_form)
+        assert mine is not None and other.reference is not None
+        return kl_to_reference(mine, other.reference, std)
 
     @contextmanager
     def reference(self) -> Iterator[None]:

@@ -3,10 +3,11 @@
 All three see the same events (a selected transition; the advantages of finished trajectories) and
 leave the same gradient in the parameters' `.grad`,
 
-    G = - 1/(N S) sum_i A_i sum_t w_t grad log p_t(i)  (+ beta/(N S) sum_i sum_t grad KL_t(i)),
+    G = - 1/(N S) sum_i sum_t w_t (A_i - V_it) grad log p_t(i)  (+ beta/(N S) sum_it grad KL_t(i)),
 
-with N trajectories and S selected steps in the update (paper eq. 5). They know no policy, no
-reward and no rank, so that anybody's loop can use them:
+with N trajectories and S selected steps in the update (paper eq. 5), w the transition's weight and
+V its baseline (1 and 0 unless an algorithm says otherwise). They know no policy, no reward and no
+rank, so that anybody's loop can use them:
 
     schedule = Retain(model)                      # or Reweight(model), Native(model, replay=...)
     schedule.begin(num_samples=N, num_steps=S)
@@ -130,9 +131,15 @@ class _Common:
                 raise LeanError(f"schedule {self.name!r}: the advantage of {key} is {advantage}.")
             self._known[key] = float(advantage)
 
-    def _advantages_of(self, t: Transition, dtype: torch.dtype | None = None) -> Tensor:
+    def _advantages_of(self, t: Transition) -> Tensor:
+        """What each sample's log-probability is weighted with: A, less the step's baseline."""
         known = [self._known.get(key, 0.0) for key in t.keys]
-        return torch.tensor(known, dtype=dtype or t.log_prob.dtype, device=t.log_prob.device)
+        advantages = torch.tensor(known, dtype=torch.float64)
+        return advantages if t.baseline is None else advantages - t.baseline.to(advantages)
+
+    def _seed(self, t: Transition, coefficient: Tensor) -> Tensor:
+        """A backward's seed `(B,)`: coefficients where the log-probabilities are."""
+        return (coefficient * (t.weight * self._scale)).to(t.log_prob)
 
     def _close(self) -> Statistics:
         self._open = False
@@ -177,7 +184,7 @@ class _Common:
         """Whether a transition has no gradient: idle, or all its advantages are zero."""
         if t.weight == 0.0:
             return True
-        return not self.kl_coefficient and not any(self._known[key] for key in t.keys)
+        return not self.kl_coefficient and not self._advantages_of(t).any()
 
 
 class _Deferred(_Common):
@@ -250,37 +257,55 @@ class Native(_Deferred):
         *,
         replay: Callable[[Transition], Transition],
         clip_range: float = 1e-4,
+        ratio: str = "clip",
         kl: float = 0.0,
         gradients: Gradients | None = None,
         watch: Stopwatch | None = None,
     ) -> None:
+        """`ratio`: "clip" (paper eq. 2), "clamp" (DPOK), or "guard" (GRPO-Guard; see `_guarded`),
+        whose transitions have s/h as their weight, so that all schedules agree at ratio 1."""
         super().__init__(target, kl=kl, gradients=gradients, watch=watch)
         self.replay = replay
         self.clip_range = clip_range
+        self.ratio = ratio
 
     def transition(self, transition: Transition) -> None:
         """Remember a step sampled without gradients; its graph, if it has one, is dropped."""
         self._require_open("transition")
-        transition.log_prob = transition.log_prob.detach()
-        self._pending.append(transition)
+        self._pending.append(transition.without_graph())
 
     def _differentiate(self, t: Transition) -> None:
         with self.watch.stage("recompute"):
             new = self.replay(t)
         self.statistics.num_replays += 1
-        advantage, scale = self._advantages_of(t), t.weight * self._scale
-        log_prob = new.log_prob.detach()
-        ratio_error = (log_prob - t.log_prob).expm1().abs().max()
+        ratio_error = (new.log_prob.detach() - t.log_prob).expm1().abs().max()
         self.statistics.ratio_error = max(self.statistics.ratio_error, float(ratio_error))
-        for value in clipped_surrogate(
-            log_prob.double(),
-            t.log_prob.double(),
-            self._advantages_of(t, torch.float64),
-            self.clip_range,
-        ).tolist():
-            self.statistics.loss += value * scale
-        seed = surrogate_coefficient(log_prob, t.log_prob, advantage, self.clip_range)
-        self._backward(new, seed * scale)
+        tempered, form = 1.0, self.ratio
+        if form == "guard":
+            new.log_prob, tempered, form = *_guarded(new, t), "clip"
+        now, before = (tempered * p.detach().double() for p in (new.log_prob, t.log_prob))
+        advantages = self._advantages_of(t).to(now.device)
+        some = now, before, advantages, self.clip_range, form
+        for value in clipped_surrogate(*some).tolist():
+            self.statistics.loss += value * (t.weight * self._scale) / tempered
+        self._backward(new, self._seed(t, surrogate_coefficient(*some)))
+
+
+def _guarded(new: Transition, old: Transition) -> tuple[Tensor, float]:
+    """GRPO-Guard's normalised log-probability l + b `(B,)`, and the s its difference is scaled by.
+
+    The ratio is exp(s·(l - l_old + b)), b = mean((μ - μ_old)²) / (2 s²) the mean of l_old - l over
+    the noise, and the loss is divided by h. With the weight s/h the gradient at ratio 1 is that of
+    the plain ratio. Source: yifan123/flow_grpo, train_sd3_GRPO_Guard; its b is one number for a
+    batch, ours (as Flow-Factory's and verl-omni's) one for each sample.
+    """
+    if new.mean is None or old.mean is None or old.std is None:
+        raise LeanError(
+            f"Step {old.step} came without its mean and std, which objective.ratio=guard needs."
+        )
+    s = float(old.std)
+    moved = (new.mean - old.mean).square().flatten(1).mean(1, dtype=torch.float64)
+    return new.log_prob + moved / (2 * s * s), s
 
 
 class Retain(_Deferred):
@@ -300,10 +325,10 @@ class Retain(_Deferred):
         self._pending.append(transition)
 
     def _differentiate(self, t: Transition) -> None:
-        advantage, scale = self._advantages_of(t), t.weight * self._scale
-        for key in t.keys:
-            self.statistics.loss += -self._known.get(key, 0.0) * scale
-        self._backward(t, -advantage * scale)
+        advantages = self._advantages_of(t)
+        for value in advantages.tolist():
+            self.statistics.loss += -value * (t.weight * self._scale)
+        self._backward(t, self._seed(t, -advantages))
 
 
 class Reweight(_Common):
@@ -360,6 +385,8 @@ class Reweight(_Common):
             if key in self._known:
                 raise LeanError(f"schedule 'reweight': {key} was sampled on after its advantage.")
             self._steps.setdefault(key, []).append(t.weight)
+        if t.baseline is not None:
+            self.statistics.loss += float(t.baseline.sum()) * (t.weight * self._scale)
         kl_seed = self._kl_seed(t)
         with self.watch.stage("backward"):
             self._ledger.settle()
@@ -377,12 +404,16 @@ class Reweight(_Common):
     def _one(self, t: Transition, kl_seed: Tensor | None) -> None:
         """A single sample: its gradient is what autograd accumulates."""
         ledger, (key,) = self._ledger, t.keys
-        if t.weight:
+        if t.weight and t.baseline is None:
             self.gradients.put(ledger.reopen(key))
         seed = torch.full_like(t.log_prob, t.weight)
         self._run(t, t.log_prob, seed, again=kl_seed is not None)
-        if t.weight:
+        if t.weight and t.baseline is None:
             ledger.hold(key, self.gradients.take())
+        elif t.weight and t.baseline is not None:
+            alone = self.gradients.take()  # the baseline's share does not wait for the advantage
+            ledger.add_scaled(alone, float(t.baseline) * self._scale)
+            ledger.join(key, alone)
         if kl_seed is not None and t.kl is not None:  # not scaled by A: goes to the sum
             self._run(t, t.kl, kl_seed)
             ledger.add(self.gradients.take())
@@ -400,6 +431,9 @@ class Reweight(_Common):
             )
         if t.weight:
             self._ledger.hold_batch(t.keys, factors)
+        if t.weight and t.baseline is not None:
+            shares = t.baseline.detach().to("cpu", torch.float64) * self._scale
+            self._ledger.add_factors((one, shares) for one in factors)
         if kl_seed is not None and t.kl is not None:
             self._run(t, t.kl, kl_seed)
             ones = torch.ones(len(t.keys), dtype=torch.float64)

@@ -48,13 +48,17 @@ class Scoreboard:
 
         `generations` are those this rank has sampled, in its order; a collective of the peers.
         """
-        own = torch.stack([self.rewards[prompt], self.kl[prompt]])[:, list(generations)]
+        some = self.rewards, self.kl, *self.each.values()
+        own = torch.stack([values[prompt] for values in some])[:, list(generations)]
         gathered = world.gather_group(layout, prompt % layout.prompts, own)
-        self.rewards[prompt], self.kl[prompt] = gathered
+        for values, row in zip(some, gathered, strict=True):
+            values[prompt] = row
 
     def gather_all(self, world: World) -> None:
         """Fill in everybody's rewards and KL; a collective of all ranks."""
-        self.rewards, self.kl = self._from_owners(world, self.rewards, self.kl)
+        some = self.rewards, self.kl, *self.each.values()
+        self.rewards, self.kl, *each = self._from_owners(world, *some)
+        self.each = dict(zip(self.each, each, strict=True))
 
     def join(self, world: World) -> None:
         """Fill in what other ranks know, from the rank that owns each sample; a collective."""

@@ -7,9 +7,7 @@ Loading, overriding and checking are in `config.py`. "FlowGRPO" below is yifan12
 from __future__ import annotations
 
 import re
-import types
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -144,7 +142,12 @@ class Selection(Settings):
     """Which sampling steps are trained."""
 
     rule: Literal["fraction", "random", "window", "list"] = Field(
-        "random", description="the first ones, drawn per update, a contiguous window, or a list"
+        "random", description="the first ones, drawn ones, a contiguous window, or a list"
+    )
+    per: Literal["update", "group", "sample"] = Field(
+        "update",
+        description="rule random, and a random window: one draw for the whole update, for each "
+        "prompt (FlowGRPO-Fast) or for each sample (DanceGRPO)",
     )
     fraction: Float = Field(
         0.5, gt=0, le=1, description="rules fraction and random: share of the candidate steps"
@@ -153,10 +156,31 @@ class Selection(Settings):
     range: tuple[Int, Int] | None = Field(
         None, description="rule window: [lo, hi) it lies in; null = all candidates"
     )
+    move: Literal["random", "progressive"] = Field(
+        "random", description="rule window: drawn anew, or moving on from lo to hi (MixGRPO)"
+    )
+    every: Int = Field(
+        25, ge=1, description="progressive window: updates before it moves (MixGRPO: 25, Flash 20)"
+    )
+    stride: Int = Field(
+        1, ge=0, description="progressive window: steps it moves by; 0 = it stays (Flash*)"
+    )
+    decay: Literal["constant", "linear", "exponential"] = Field(
+        "constant",
+        description="progressive window: how `every` shrinks as the window moves on (MixGRPO)",
+    )
+    wrap: bool = Field(
+        True, description="progressive window: back to lo after the end (MixGRPO), or stay there"
+    )
     steps: tuple[Int, ...] | None = Field(None, description="rule list: indices, 0 = first step")
     last: bool = Field(False, description="whether the last step is a candidate (FlowGRPO: no)")
     outside: Literal["stochastic", "deterministic"] = Field(
-        "stochastic", description="what the other steps do (FlowGRPO-Fast: deterministic)"
+        "stochastic", description="what the other steps do (FlowGRPO-Fast, MixGRPO: deterministic)"
+    )
+    last_noise: bool = Field(
+        True,
+        description="whether an untrained last step draws noise; false = the picture is decoded "
+        "from the last predicted clean latent (DanceGRPO)",
     )
 
 
@@ -164,7 +188,12 @@ class Rollout(Settings):
     """How much is sampled for one update."""
 
     prompts: Int = Field(8, ge=1, description="prompts (groups) per update")
-    generations: Int = Field(12, ge=1, description="generations per prompt (group size), 2 or more")
+    generations: Int = Field(
+        12,
+        ge=1,
+        description="generations per prompt (group size); 2 or more where advantage.baseline is "
+        "prompt",
+    )
     micro_batch: Int = Field(1, ge=1, description="generations in one forward")
     parts: Int = Field(
         1, ge=1, description="optimizer steps on a rollout, each on its own share of the prompts"
@@ -174,26 +203,72 @@ class Rollout(Settings):
         ge=1,
         description="passes over a rollout; all steps but the very first run the model again",
     )
+    initial_noise: Literal["sample", "group"] = Field(
+        "sample",
+        description="generations of a prompt start from noise of their own or, with group, from "
+        "the same (DanceGRPO, MixGRPO)",
+    )
+    share_prefix: bool = Field(
+        False,
+        description="deterministic steps before the first noisy one are run once for a group; "
+        "needs initial_noise=group",
+    )
 
 
 class Advantage(Settings):
-    """A = (r - mean) / (std + epsilon), clipped."""
+    """A = (r - baseline) / (std + epsilon), clipped."""
 
+    baseline: Literal["prompt", "global", "history", "value"] = Field(
+        "prompt",
+        description="the mean of the group, of the update, of a prompt's last rewards (DDPO), or "
+        "a learned value of the step (DPOK)",
+    )
     std: Literal["prompt", "global", "none"] = Field(
-        "prompt", description="standard deviation over the group, the update, or none"
+        "prompt",
+        description="standard deviation of what the baseline averages, of the update, or none",
     )
     ddof: Literal[0, 1] = Field(0, description="0 = population (FlowGRPO), 1 = sample (DanceGRPO)")
     epsilon: Float = Field(1e-4, ge=0, description="added to the deviation (FlowGRPO: 1e-4)")
     clip: Float | None = Field(5.0, gt=0, description="bound of |A|; null = off (FlowGRPO: 5)")
+    rewards: Literal["sum", "each"] = Field(
+        "sum",
+        description="several rewards: their weighted sum is normalised, or each is and then "
+        "weighted (MixGRPO)",
+    )
+    history: Int = Field(
+        16, ge=1, description="baseline history: rewards kept of a prompt (DDPO: 16)"
+    )
+    min_history: Int = Field(
+        16, ge=1, description="baseline history: with fewer, the update's statistics (DDPO: 16)"
+    )
+    best_of: Int | None = Field(
+        None,
+        ge=2,
+        description="train on so many generations of a prompt, the worst and the best half; "
+        "null = all (DanceGRPO, HunyuanVideo: 8 of 24)",
+    )
 
 
 class Objective(Settings):
     """The loss of a selected step."""
 
+    ratio: Literal["clip", "clamp", "guard"] = Field(
+        "clip",
+        description="of steps after an update's first: PPO's clipped ratio, the clamped ratio "
+        "alone (DPOK), or normalised by step (GRPO-Guard)",
+    )
     clip_range: Float = Field(
         1e-4, gt=0, description="bound of |ratio - 1| (FlowGRPO: 1e-4, 1e-5 in -Fast)"
     )
+    step_weights: tuple[Float, ...] | None = Field(
+        None, description="weight of each of the T steps in the loss; null = all 1"
+    )
     kl: Float = Field(0.0, ge=0, description="weight of the KL to the reference in the loss")
+    kl_form: Literal["flow_grpo", "exact", "mean", "output"] = Field(
+        "flow_grpo",
+        description="the means' square distance over 2g² (over 2s² where there is no g), over "
+        "2s², over nothing, or the model outputs' (DPOK)",
+    )
     kl_in_reward: Float = Field(0.0, ge=0, description="weight of the KL subtracted from rewards")
 
     @property
@@ -325,79 +400,3 @@ class Config(Settings):
     evaluation: Evaluation = Field(Evaluation(), description="what is measured")
     checkpoint: Checkpoint = Field(Checkpoint(), description="what is saved")
     run: Run = Field(Run(), description="where it runs")
-
-
-class Row(NamedTuple):
-    """One setting, for the help and the docs."""
-
-    name: str
-    type: str
-    default: str
-    description: str
-
-
-def describe_settings() -> list[Row]:
-    """Every setting as a row, in the tree's order; a list's entries stand under `.N`."""
-    return list(_rows(Config, ""))
-
-
-def _rows(model: type[BaseModel], prefix: str) -> Iterator[Row]:
-    for name, field in model.model_fields.items():
-        path = f"{prefix}{name}"
-        inner = field.annotation
-        if branch(inner):
-            yield from _rows(inner, f"{path}.")  # type: ignore[arg-type]
-            continue
-        default = "(required)" if field.is_required() else yaml_text(field.default)
-        yield Row(path, _type_text(inner), default, field.description or "")
-        entry = entry_type(inner)
-        if branch(entry):
-            yield from _rows(entry, f"{path}.N.")  # type: ignore[arg-type]
-
-
-def branch(annotation: object) -> bool:
-    """Whether an annotation is a branch of the tree rather than a value."""
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def entry_type(annotation: object) -> object:
-    """What `tuple[X, ...]` holds, else None."""
-    args = get_args(annotation)
-    return args[0] if get_origin(annotation) is tuple and args[-1] is Ellipsis else None
-
-
-def yaml_text(value: object) -> str:
-    """A default the way it is written in YAML's flow style."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(yaml_text, value))}]"
-    if isinstance(value, BaseModel):
-        inside = ", ".join(f"{k}: {yaml_text(v)}" for k, v in value)
-        return f"{{{inside}}}"
-    return '""' if value == "" else str(value)
-
-
-def _type_text(annotation: object) -> str:
-    """An annotation in a user's words."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _type_text(args[0])
-    if origin is Literal:
-        return ", ".join(map(str, args))
-    if origin in (Union, types.UnionType):
-        return " or ".join(_type_text(a) for a in args)
-    if origin is tuple:
-        if args[-1] is Ellipsis:
-            return f"list of {_type_text(args[0])}"
-        return f"{len(args)} x {_type_text(args[0])}"
-    if branch(annotation):
-        return "mappings"
-    words: dict[object, str] = {
-        int: "integer",
-        float: "number",
-        str: "text",
-        bool: "true, false",
-        dict: "mapping",
-    }
-    return words.get(origin or annotation, "null")

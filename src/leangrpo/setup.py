@@ -14,6 +14,7 @@ from . import checkpoint
 from .checks import check
 from .collectives import Collectives
 from .config import Config, config_hash, differences, load_config, read_prompts, to_yaml
+from .credit import Credit, step_weights
 from .ema import Ema
 from .errors import LeanError, problem
 from .gradients import Gradients
@@ -26,16 +27,17 @@ from .report import Onlooker, RunRecord
 from .rewards import Scorer
 from .runfolder import run_folder
 from .schedules import Native, Retain, Reweight, Schedule
-from .selection import select
+from .selection import Selection, select
 from .stopwatch import Stopwatch
 
 
 @dataclass
 class Setup:
     """What the loop works with. `judge` scores evaluations, `schedule` has the first
-    optimizer step of an update, `later` the others. `start` counts updates already done.
-    `whole` is false from an optimizer step until its update has been counted: the weights are then
-    no update's. `order` watches the collectives, if they are to be compared."""
+    optimizer step of an update, `later` the others. `weights` `(T,)` multiply the steps' losses.
+    `start` counts updates already done. `whole` is false from an optimizer step until its update
+    has been counted: the weights are then no update's. `order` watches the collectives, if they
+    are to be compared."""
 
     config: Config
     world: World
@@ -52,15 +54,42 @@ class Setup:
     prompts: list[str]
     heldout: list[str]
     stds: list[float]
+    weights: list[float]
+    credit: Credit
     start: int
     device: torch.device
     order: Collectives | None
     whole: bool = field(default=True, init=False)
 
+    def select(self, update: int, prompt: int = 0, generation: int = 0) -> Selection:
+        """The steps of a generation of a prompt of an update."""
+        c = self.config
+        return select(
+            c.selection, self.stds, seed=c.seed, update=update, group=prompt, sample=generation
+        )
+
+    def selected_anywhere(self, update: int) -> list[int]:
+        """The steps that an update trains in some sample."""
+        c, per = self.config.rollout, self.config.selection.per
+        prompts = range(1 if per == "update" else c.prompts)
+        generations = range(c.generations if per == "sample" else 1)
+        return sorted(
+            {i for p in prompts for g in generations for i in self.select(update, p, g).selected}
+        )
+
     @property
-    def advantage(self) -> dict[str, Any]:
-        """The arguments of `group_advantages`."""
-        return self.config.advantage.model_dump()
+    def shares_prefix(self) -> bool:
+        """Whether the deterministic steps a group begins with are run once."""
+        return self.config.rollout.share_prefix
+
+    @property
+    def deferred(self) -> bool:
+        """Whether a backward has to wait for the end of its trajectory.
+
+        Every backward under sharding is a collective: where ranks select other steps, it must not
+        meet another rank's forward.
+        """
+        return self.world.shards > 1 and self.config.selection.per != "update"
 
     @property
     def needs_kl(self) -> bool:
@@ -97,6 +126,7 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
     again = config.model_copy(update={"schedule": "native"})
     layout = make_layout(config, world)
     world.open_teams(layout)
+    _check_ranks(config, world, layout, policy)
     c = config.optimizer
     optimizer = torch.optim.AdamW(
         policy.parameters,
@@ -134,10 +164,26 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         prompts=prompts,
         heldout=heldout,
         stds=stds,
+        weights=step_weights(config, policy),
+        credit=Credit(config),
         start=start,
         device=device,
         order=make_order(policy, world) if p.check and world.size > 1 else None,
     )
+
+
+def _check_ranks(config: Config, world: World, layout: Layout, policy: Policy) -> None:
+    """Raise LeanError where ranks under sharding would not run the same forwards and backwards."""
+    per = config.selection.per
+    if world.shards == 1 or per == "update" or (per == "group" and len(layout.teams) == 1):
+        return
+    if config.rollout.share_prefix:
+        rule = "ranks with different prompts would run prefixes of different lengths"
+        remedy = "Set selection.per=update, or parallel.shard=1."
+        raise problem("rollout.share_prefix", True, rule, remedy)
+    if len(policy.denoisers) > 1:
+        rule = f"ranks would differentiate different denoisers ({', '.join(policy.names)}) at once"
+        raise problem("selection.per", per, rule, "Set it to update, or parallel.shard=1.")
 
 
 def make_order(policy: Policy, world: World) -> Collectives:
@@ -220,6 +266,7 @@ def make_policy(
         kernel=k.name,
         noise_level=k.noise_level,
         reduce=k.reduce,
+        kl_form=config.objective.kl_form,
         seed=config.seed,
         watch=watch,
     )
@@ -244,6 +291,7 @@ def make_schedule(
             policy,
             replay=policy.replay,
             clip_range=config.objective.clip_range,
+            ratio=config.objective.ratio,
             kl=kl,
             gradients=gradients,
             watch=watch,

@@ -34,8 +34,9 @@ class Tape:
     """What one call of the pipeline is to do and where its transitions go.
 
     `selected` steps are recorded (with gradients if `grad`), `noisy` steps draw noise and the rest
-    are deterministic. `span` restricts the call to the steps [start, stop). For a replay,
-    `latents` and `next_latents` `(B, ...)` are the stored transition, which is scored, not drawn.
+    are deterministic. `span` restricts the call to the steps [start, stop), and `latents`
+    `(B, ...)` are what its first one starts from. For a replay, `next_latents` is the other end of
+    the stored transition, which is scored, not drawn.
     `capture` is told the batch of every denoiser call.
     """
 
@@ -124,7 +125,12 @@ class Stochastic:
         dtype = torch.promote_types(
             torch.promote_types(model_output.dtype, sample.dtype), torch.float32
         )
-        x = self._exact(sample, dtype) if tape.latents is None else tape.latents.to(dtype)
+        begins = tape.latents is not None and i == (tape.span or (0,))[0]
+        x = (
+            tape.latents.to(dtype)
+            if begins and tape.latents is not None
+            else self._exact(sample, dtype)
+        )
         output = model_output.to(dtype)
         tape.shape = tuple(sample.shape)
         noisy, selected = i in tape.noisy, i in tape.selected
@@ -155,7 +161,9 @@ class Stochastic:
                     latents=x,
                     next_latents=following,
                     mean=step.mean,
+                    std=step.std,
                     kl_std=step.kl_std,
+                    output=output,
                     version=tape.version,
                 )
             )

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from .advantages import group_advantages, subtract_kl
 from .checkpoint import Checkpoints, weights_sha256
 from .collectives import in_order
 from .config import Config, config_hash
@@ -31,7 +30,6 @@ from .report import Onlooker
 from .runfolder import EVALUATIONS, read_lines
 from .schedules import Schedule
 from .scoreboard import Scoreboard
-from .selection import Selection, select
 from .setup import Setup, plan_text, set_up
 
 SAME_REQUEST_S = 2.0
@@ -112,17 +110,18 @@ def one_update(s: Setup, update: int) -> dict[str, Any]:
     """
     c, watch = s.config.rollout, s.watch
     watch.reset()
-    selection = select(s.config.selection, s.stds, seed=s.config.seed, update=update)
+    num_samples = c.prompts // c.parts * (s.credit.kept or c.generations)
+    num_steps = len(s.select(update).selected)
     table = Scoreboard(c.prompts, c.generations, s.scorer.names)
     stored: dict[int, list[Transition]] = {part: [] for part in range(c.parts)}
     steps = [(epoch, part) for epoch in range(c.epochs) for part in range(c.parts)]
 
-    s.schedule.begin(c.prompts // c.parts * c.generations, len(selection.selected))
+    s.schedule.begin(num_samples, num_steps)
     for part in reversed(range(c.parts)):  # the first last: its graphs wait for no other sampling
-        roll_out(s, update, part, selection, table, stored[part], last=part == 0)
+        roll_out(s, update, part, table, stored[part], last=part == 0)
     line_steps = [finish_step(s, update, s.schedule, lean=s.schedule.needs_graph)]
     for _, part in steps[1:]:
-        s.later.begin(c.prompts // c.parts * c.generations, len(selection.selected))
+        s.later.begin(num_samples, num_steps)
         for transition in stored[part]:
             s.later.transition(transition)
         s.later.advantages(
@@ -133,14 +132,13 @@ def one_update(s: Setup, update: int) -> dict[str, Any]:
         s.ema.step(update + 1)
     for place, one in zip(steps, line_steps, strict=True):
         one |= dict(zip(("epoch", "part"), place, strict=True))
-    return _line(s, update, selection.selected, table, line_steps)
+    return _line(s, update, table, line_steps)
 
 
 def roll_out(
     s: Setup,
     update: int,
     part: int,
-    selection: Selection,
     table: Scoreboard,
     stored: list[Transition],
     *,
@@ -149,7 +147,7 @@ def roll_out(
     """Sample a part's prompts and score them; the first part's steps go to the schedule.
 
     Selected steps that a later optimizer step will train on are put into `stored`, without graphs.
-    `last`: nothing more is sampled, so the deviation of all the update's rewards is known.
+    `last`: nothing more is sampled, so all the update's rewards are known.
     """
     config, policy, world = s.config, s.policy, s.world
     schedule = s.schedule if part == 0 else None
@@ -161,16 +159,20 @@ def roll_out(
     mine: list[tuple[int, int]] = []
 
     def take(slot: Slot, transition: Transition) -> None:
-        transition.weight = 0.0 if slot.idle else 1.0
+        transition.weight = 0.0 if slot.idle else s.weights[transition.step]
         if keep:
             stored.append(transition.without_graph())
         if schedule is not None:
             schedule.transition(transition)
 
     for number, wave in enumerate(waves, start=1):
-        waiting = []
+        waiting: list[Any] = []
+        prefix = None
         for slot in wave.slots:
             p, generations = offset + slot.prompt, list(slot.generations)
+            selection = s.select(update, p, generations[0])
+            if s.shares_prefix and prefix is None and (first := selection.stochastic[0]):
+                prefix = policy.prefix(drawn[p], SampleKey(update, p, 0), first)
             rollout = policy.sample(
                 [drawn[p]] * len(generations),
                 [SampleKey(update, p, g) for g in generations],
@@ -179,12 +181,14 @@ def roll_out(
                 grad=grad,
                 capture=schedule.capture if schedule is not None else None,
                 decode=not slot.idle,
-                on_transition=None if s.needs_kl else partial(take, slot),
+                same_noise=config.rollout.initial_noise == "group",
+                prefix=prefix,
+                on_transition=None if s.needs_kl or s.deferred else partial(take, slot),
             )
             for transition in rollout.transitions:
-                transition = policy.with_kl(transition)
-                assert transition.kl is not None
-                if not slot.idle:
+                if s.needs_kl:
+                    transition = policy.with_kl(transition)
+                if transition.kl is not None and not slot.idle:
                     table.kl[p, generations] += transition.kl.detach().to("cpu", torch.float64)
                 take(slot, transition)
             if not slot.idle:
@@ -196,9 +200,9 @@ def roll_out(
                 table.enter(p, generations, scores.result())
         own = [(p, g) for p, generations, _ in waiting for g in generations]
         mine += own
-        if config.advantage.std == "global":
+        if s.credit.whole:
             if number < len(waves) or not last:
-                continue  # the deviation is that of the whole update
+                continue
             table.gather_all(world)
             groups, own = list(range(config.rollout.prompts)), mine
         else:
@@ -206,10 +210,10 @@ def roll_out(
             for p in groups:
                 table.gather_group(world, s.layout, p, [g for _, g in own])
         if groups:
-            rewards = subtract_kl(
-                table.rewards[groups], table.kl[groups], config.objective.kl_in_reward
+            each = {name: values[groups] for name, values in table.each.items()}
+            table.advantages[groups] = s.credit.advantages(
+                table.rewards[groups], each, table.kl[groups], [drawn[p] for p in groups]
             )
-            table.advantages[groups] = group_advantages(rewards, **s.advantage)
         if schedule is not None:
             keys = [SampleKey(update, p, g) for p, g in own]
             schedule.advantages({key: table.advantage(key) for key in keys})
@@ -294,7 +298,6 @@ def draw_prompts(prompts: list[str], seed: int, update: int, num: int) -> list[s
 def _line(
     s: Setup,
     update: int,
-    selected: tuple[int, ...],
     table: Scoreboard,
     steps: list[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -322,7 +325,7 @@ def _line(
         "grad_norm": first["grad_norm"],
         "lr": learning_rate(s.config, update),
         "images": rewards.numel(),
-        "selected_steps": list(selected),
+        "selected_steps": s.selected_anywhere(update),
         "zero_variance_groups": int((spread == 0).all(dim=1).sum()),
         "excluded": table.excluded,
         "optimizer_stepped": any(one["stepped"] for one in steps),

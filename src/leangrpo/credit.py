@@ -1,0 +1,71 @@
+"""From an update's rewards to advantages, the way the settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .advantages import History, best_of, group_advantages, subtract_kl, weigh_each
+from .policy import Policy
+from .settings import Config
+
+
+class Credit:
+    """Who gets which advantage; remembers what outlives an update (`History`).
+
+    `whole` says that a group's advantages need the rewards of all the update's groups.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.c, self.kl_in_reward = config.advantage, config.objective.kl_in_reward
+        self.weights = {r.name: r.weight for r in config.rewards}
+        self.whole = self.c.std == "global" or self.c.baseline in ("global", "history")
+        self.history = History(self.c.history, self.c.min_history)
+
+    def advantages(
+        self,
+        rewards: Tensor,
+        each: Mapping[str, Tensor],
+        kl: Tensor,
+        prompts: Sequence[str],
+    ) -> Tensor:
+        """Advantages `(P, M)` float64 of some groups, all of the update's if `whole`.
+
+        `rewards` `(P, M)` are the weighted sums of `each`, `kl` `(P, M)` the divergences from the
+        reference over a trajectory. With `best_of` the generations left out get 0.
+        """
+        options: dict[str, Any] = {"ddof": self.c.ddof, "epsilon": self.c.epsilon}
+        options["clip"] = self.c.clip
+        rewards = subtract_kl(rewards, kl, self.kl_in_reward)
+        if self.c.baseline == "history":
+            advantages = self.history.update(prompts, rewards, **options)
+        else:
+            options |= {"baseline": self.c.baseline, "std": self.c.std}
+            if self.c.rewards == "each":
+                advantages = weigh_each(
+                    [each[name] for name in self.weights], list(self.weights.values()), **options
+                )
+            else:
+                advantages = group_advantages(rewards, **options)
+        return advantages if self.c.best_of is None else best_of(advantages, self.c.best_of)
+
+    @property
+    def kept(self) -> int | None:
+        """Generations of a prompt that are trained on; None = all."""
+        return self.c.best_of
+
+
+def step_weights(config: Config, policy: Policy) -> list[float]:
+    """The weight `(T,)` of each step's loss: the settings', times s/h under GRPO-Guard.
+
+    At ratio 1 the loss of GRPO-Guard has the gradient -A·(g/√h)·∇l, and g/√h = s/h (yifan123/
+    flow_grpo, train_sd3_GRPO_Guard; the ratio's own form is in `schedules`).
+    """
+    plan = policy.plan()
+    weights = list(config.objective.step_weights or [1.0] * len(plan.std))
+    if config.objective.ratio == "guard":
+        h = (plan.table[:-1] - plan.table[1:]).double()
+        weights = [w * float(s) / float(d) for w, s, d in zip(weights, plan.std, h, strict=True)]
+    return weights
