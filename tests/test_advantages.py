@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from leangrpo.advantages import (
+    History,
+    best_of,
     clipped_surrogate,
     group_advantages,
     subtract_kl,
     surrogate_coefficient,
+    weigh_each,
 )
 from leangrpo.errors import LeanError
 
@@ -269,3 +272,115 @@ def test_kl_is_subtracted() -> None:
 def test_without_a_weight_the_kl_is_not_read() -> None:
     r = rewards([1.0, 2.0])
     assert subtract_kl(r, torch.full((1, 2), NAN), 0.0) is r
+
+
+# -- other baselines -------------------------------------------------------------------------------
+
+
+def test_the_updates_mean_and_deviation() -> None:
+    """TRL's DDPO without a tracker: (r - mean) / (std + 1e-8) over the batch."""
+    r = rewards([1.0, 2.0], [3.0, 6.0])
+    expected = (r - r.mean()) / (r.std(correction=0) + 1e-8)
+    result = group_advantages(r, baseline="global", epsilon=1e-8)
+    torch.testing.assert_close(result, expected, rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        group_advantages(r, baseline="global", std="global", epsilon=1e-8), result, rtol=0, atol=0
+    )
+    assert group_advantages(rewards([2.0], [2.0]), baseline="global").tolist() == [[0.0], [0.0]]
+
+
+def test_a_learned_value_is_subtracted_elsewhere() -> None:
+    r = rewards([1.0, NAN], [3.0, -6.0])
+    result = group_advantages(r, baseline="value", std="none", clip=None)
+    assert result.tolist() == [[1.0, 0.0], [3.0, -6.0]]
+
+
+def ddpo(past: dict[str, list[float]], prompts: list[str], r: list[float]) -> list[float]:
+    """ddpo-pytorch's tracker, written out: size 16, min_count 16, numpy's std + 1e-6."""
+    r_ = torch.tensor(r, dtype=torch.float64)
+    for prompt, value in zip(prompts, r, strict=True):
+        past[prompt] = [*past.get(prompt, []), value][-16:]
+    found = []
+    for prompt, value in zip(prompts, r, strict=True):
+        some = torch.tensor(past[prompt], dtype=torch.float64)
+        some = r_ if len(some) < 16 else some
+        found.append(float((value - some.mean()) / (some.std(correction=0) + 1e-6)))
+    return found
+
+
+def test_ddpos_running_statistics() -> None:
+    """Nine updates of 8 samples of 3 prompts: first the update's statistics, then the prompt's."""
+    draws = torch.Generator().manual_seed(0)
+    history, past = History(), {}
+    own = 0
+    for _ in range(9):
+        names = [f"p{int(i)}" for i in torch.randint(0, 3, (8,), generator=draws)]
+        r = torch.randn(8, 1, dtype=torch.float64, generator=draws)
+        r += torch.tensor([[float(name[1])] for name in names])
+        expected = ddpo(past, names, r.flatten().tolist())
+        result = history.update(names, r, clip=None)
+        assert result.flatten().tolist() == pytest.approx(expected, rel=1e-12)
+        own += sum(len(past[name]) == 16 for name in names)
+    assert own > 20, "the second branch was taken too"
+
+
+def test_the_history_survives_a_checkpoint_and_bad_scores() -> None:
+    one, other = History(2, 2), History(2, 2)
+    one.update(["a", "b"], rewards([1.0, 5.0], [2.0, NAN]))
+    other.load_state_dict(one.state_dict())
+    assert other.rewards == {"a": [1.0, 5.0], "b": [2.0]}
+    r = rewards([3.0, 3.0], [4.0, NAN])
+    first, second = one.update(["a", "b"], r), other.update(["a", "b"], r)
+    assert torch.equal(first, second)
+    assert first[0].tolist() == [0.0, 0.0]  # all that is known of "a" is 3
+    assert float(first[1, 1]) == 0.0
+
+
+# -- several rewards -------------------------------------------------------------------------------
+
+
+def test_each_reward_on_its_own() -> None:
+    """MixGRPO: a reward of a thousand times the scale does not count a thousand times."""
+    one, two = rewards([1.0, 2.0, 6.0]), rewards([5000.0, 1000.0, 3000.0])
+    options = {"ddof": 1, "epsilon": 1e-8}
+    result = weigh_each([one, two], [3.0, 1.0], **options)
+    expected = 0.75 * group_advantages(one, **options) + 0.25 * group_advantages(two, **options)
+    torch.testing.assert_close(result, expected, rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        weigh_each([one, two * 1000], [3.0, 1.0], **options), result, rtol=1e-11, atol=0
+    )
+    assert float(weigh_each([one, two], [1, 1], clip=0.1, **options).abs().max()) == 0.1
+
+
+def test_a_sample_without_one_reward_has_none() -> None:
+    one, two = rewards([1.0, 2.0, 6.0]), rewards([NAN, 1.0, 3.0])
+    result = weigh_each([one, two], [1.0, 1.0])
+    alone = group_advantages(rewards([NAN, 2.0, 6.0])) + group_advantages(two)
+    torch.testing.assert_close(result, alone / 2)
+    assert float(result[0, 0]) == 0.0
+
+
+# -- best of n -------------------------------------------------------------------------------------
+
+
+def test_best_of_keeps_both_ends() -> None:
+    a = torch.tensor([[0.5, -2.0, 1.0, -1.0, 0.1, 2.0], [3.0, 2.0, 1.0, 0.0, -1.0, -2.0]])
+    assert best_of(a, 4).tolist() == [[0, -2, 1, -1, 0, 2], [3, 2, 0, 0, -1, -2]]
+    assert best_of(a, 3).tolist() == [[0, -2, 1, 0, 0, 2], [3, 2, 0, 0, 0, -2]]  # odd: on top
+    assert torch.equal(best_of(a, 6), a)
+
+
+# -- DPOK's ratio ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("change", [0.2, -0.2, 0.05])
+def test_a_clamped_ratio_has_no_gradient_outside(advantage: float, change: float) -> None:
+    old = torch.tensor([-0.6], dtype=torch.float64)
+    a = torch.tensor([advantage], dtype=torch.float64)
+    new = (old + change).requires_grad_()
+    loss = clipped_surrogate(new, old, a, 0.1, "clamp").sum()
+    (expected,) = torch.autograd.grad(loss, new)
+    result = surrogate_coefficient(new, old, a, 0.1, "clamp")
+    torch.testing.assert_close(result, expected)
+    assert (float(result) == 0.0) == (abs(change) > 0.1)

@@ -46,7 +46,21 @@ def make(kind, model: Toy, **extra):
     return kind(model, replay=replay, **extra) if kind is Native else kind(model, **extra)
 
 
-def run(kind, model: Toy, *, weights=(1.0,) * S, batch: int = 1, kl: float = 0.0, repeat: int = 1):
+def value(key: int, step: int) -> float:
+    """A learned value of a step, as DPOK has one."""
+    return 0.3 * key - 0.2 * step + 0.1
+
+
+def run(
+    kind,
+    model: Toy,
+    *,
+    weights=(1.0,) * S,
+    batch: int = 1,
+    kl: float = 0.0,
+    repeat: int = 1,
+    baseline: bool = False,
+):
     dtype = next(model.parameters()).dtype
     schedule = make(kind, model, kl=kl)
     schedule.begin(N, S * repeat)
@@ -63,6 +77,8 @@ def run(kind, model: Toy, *, weights=(1.0,) * S, batch: int = 1, kl: float = 0.0
                 t = Transition(keys, step, score, latents=x, weight=weights[step])
                 if kl:
                     t.kl = score.square()
+                if baseline:
+                    t.baseline = torch.tensor([value(k, step) for k in keys], dtype=torch.float64)
                 schedule.transition(t)
     schedule.advantages({k: ADVANTAGES[k] for k in (0, 1)})
     schedule.advantages({k: ADVANTAGES[k] for k in (2, 3)})
@@ -72,13 +88,16 @@ def run(kind, model: Toy, *, weights=(1.0,) * S, batch: int = 1, kl: float = 0.0
     return gradient, statistics
 
 
-def oracle(model: Toy, *, weights=(1.0,) * S, kl: float = 0.0) -> torch.Tensor:
+def oracle(
+    model: Toy, *, weights=(1.0,) * S, kl: float = 0.0, baseline: bool = False
+) -> torch.Tensor:
     dtype = next(model.parameters()).dtype
     loss = torch.zeros((), dtype=dtype)
     for key, a in ADVANTAGES.items():
         for step in range(S):
             score = model.score(point(key, step, dtype))
-            loss = loss - (a * weights[step] * score).sum() / (N * S)
+            known = a - value(key, step) * baseline
+            loss = loss - (known * weights[step] * score).sum() / (N * S)
             loss = loss + kl * score.square().sum() / (N * S)
     gradient = torch.autograd.grad(loss, list(model.parameters()))
     return torch.cat([g.flatten() for g in gradient])
@@ -99,13 +118,33 @@ def test_each_is_the_oracles_gradient(kind, kl, weights, batch) -> None:
     assert relative(gradient, oracle(model, weights=weights, kl=kl)) < 1e-14
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_an_advantage_of_each_step(kind, kl, batch) -> None:
+    """A - V(z_t): reweight knows V at once and needs no second backward for it."""
+    model, weights = Toy(), (0.5, 2.0, 0.1)
+    gradient, statistics = run(kind, model, weights=weights, batch=batch, kl=kl, baseline=True)
+    expected = oracle(model, weights=weights, kl=kl, baseline=True)
+    assert relative(gradient, expected) < 1e-14
+    loss = sum(
+        -(a - value(key, step)) * weights[step]
+        for key, a in ADVANTAGES.items()
+        for step in range(S)
+    ) / (N * S)
+    assert statistics.loss - kl * (statistics.kl or 0.0) == pytest.approx(loss, rel=1e-13)
+    if kind is Reweight and not kl:
+        assert statistics.num_backwards == N * S // batch
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kl", [0.0, 0.3])
-def test_retain_is_bitwise_native(dtype, batch, kl) -> None:
+@pytest.mark.parametrize("baseline", [False, True])
+def test_retain_is_bitwise_native(dtype, batch, kl, baseline) -> None:
     model = Toy(dtype)
-    native, a = run(Native, model, batch=batch, kl=kl)
-    retain, b = run(Retain, model, batch=batch, kl=kl)
+    native, a = run(Native, model, batch=batch, kl=kl, baseline=baseline)
+    retain, b = run(Retain, model, batch=batch, kl=kl, baseline=baseline)
     assert torch.equal(native, retain)
     assert (a.loss, a.kl) == (b.loss, b.kl)
 
@@ -167,6 +206,67 @@ def test_native_clips_when_the_weights_have_moved() -> None:
     x = point(0, 0, torch.float64)  # A > 0 and a small ratio: not clipped, -A r
     (expected,) = torch.autograd.grad(model.score(x).sum(), [model.net[0].weight])
     torch.testing.assert_close(model.net[0].weight.grad, -expected * torch.e**-1 / 2)
+
+
+# -- GRPO-Guard's ratio: l = log N(x'; mu(theta), s^2), mean over 3 elements ---------------------
+
+STD, DT = 0.4, 0.1
+
+
+def gaussian(model: Toy, x: torch.Tensor) -> Transition:
+    """A step whose mean is the network's output; x' is 0."""
+    mean = model.net(x)
+    std = torch.tensor(STD, dtype=x.dtype)
+    log_prob = -mean.square().mean(1) / (2 * STD**2)
+    return Transition((0,), 0, log_prob, latents=x, mean=mean, std=std, weight=STD / DT)
+
+
+def guard_loss(model: Toy, old: Transition, advantage: float, clip_range: float) -> torch.Tensor:
+    """The published loss, per sample: r = exp((l - l_old + b) q s_t), s_t = g, q = sqrt(h)."""
+    new, q, g = gaussian(model, old.latents), DT**0.5, STD / DT**0.5
+    b = (new.mean - old.mean).square().mean(1) / (2 * (q * g) ** 2)
+    r = torch.exp((new.log_prob - old.log_prob + b) * q * g)
+    surrogate = torch.maximum(-advantage * r, -advantage * r.clamp(1 - clip_range, 1 + clip_range))
+    return (surrogate / q**2).sum()
+
+
+@pytest.mark.parametrize("advantage", [0.8, -0.8])
+@pytest.mark.parametrize("moved", [0.0, 1e-3, 0.05])
+def test_grpo_guard(advantage, moved) -> None:
+    model = Toy()
+    with torch.no_grad():
+        old = gaussian(model, point(0, 0, torch.float64))
+        for p in model.parameters():
+            p += moved
+    loss = guard_loss(model, old, advantage, 0.01)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    schedule = Native(
+        model, replay=lambda t: gaussian(model, t.latents), clip_range=0.01, ratio="guard"
+    )
+    schedule.begin(1, 1)
+    schedule.transition(old)
+    schedule.advantages({0: advantage})
+    statistics = schedule.finish()
+    assert statistics.loss == pytest.approx(loss.item(), rel=1e-12)
+    for p, g in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-15)
+
+
+def test_grpo_guard_is_lean_at_ratio_one() -> None:
+    """-A s/h grad l: what retain and reweight make of the transition's weight."""
+    gradients = []
+    for kind, extra in [(Native, {"ratio": "guard"}), (Retain, {}), (Reweight, {})]:
+        model = Toy()
+        if kind is Native:
+            extra["replay"] = lambda t, model=model: gaussian(model, t.latents)
+        schedule = kind(model, **extra)
+        schedule.begin(1, 1)
+        schedule.transition(gaussian(model, point(0, 0, torch.float64)))
+        schedule.advantages({0: 0.7})
+        schedule.finish()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(gradients[0], gradients[1])
+    assert relative(gradients[2], gradients[0]) < 1e-15
 
 
 @pytest.mark.parametrize("kind", [Retain, Reweight])

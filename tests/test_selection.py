@@ -208,3 +208,79 @@ def test_refused(stds: list[float], rule: dict[str, Any], message: str) -> None:
 
 def test_the_settings_are_a_rule() -> None:
     assert select(Settings(), NOISE, seed=0, update=0).stochastic == tuple(range(10))
+
+
+# -- draws of a group, of a sample ----------------------------------------------------------------
+
+
+def drawn(per: str, *, rule: str = "random") -> list[list[tuple[int, ...]]]:
+    """Steps by (group, sample) of one update, of 20 candidates."""
+    settings = Rule(rule=rule, per=per, fraction=0.5, size=3 if rule == "window" else None)
+    return [
+        [select(settings, [0.5] * 21, seed=0, update=3, group=p, sample=g).selected for g in (0, 1)]
+        for p in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("rule", ["random", "window"])
+def test_who_has_a_draw_of_its_own(rule: str) -> None:
+    (a, b), (c, d) = drawn("update", rule=rule)
+    assert (
+        a
+        == b
+        == c
+        == d
+        == select(
+            Rule(rule=rule, fraction=0.5, size=3 if rule == "window" else None),
+            [0.5] * 21,
+            seed=0,
+            update=3,
+        ).selected
+    )
+    (a, b), (c, d) = drawn("group", rule=rule)
+    assert a == b != c == d
+    everyone = [steps for group in drawn("sample", rule=rule) for steps in group]
+    assert len(set(everyone)) == 4
+    assert {len(steps) for steps in everyone} == {3 if rule == "window" else 10}
+
+
+def test_a_quiet_last_step() -> None:
+    """DanceGRPO decodes the last prediction: the last step of the sampler draws no noise."""
+    assert chosen(last_noise=False).stochastic == tuple(range(9))
+    assert chosen(last_noise=False, last=True).stochastic == tuple(range(10))  # it is trained
+
+
+# -- MixGRPO's window -----------------------------------------------------------------------------
+
+
+def starts(num: int, **rule: Any) -> list[int]:
+    """Where a progressive window of 4 stands in the 23 candidates of MixGRPO's T = 25."""
+    rule = {"rule": "window", "size": 4, "range": (0, 23), "move": "progressive"} | rule
+    return [chosen([0.5] * 25, update=u, **rule).selected[0] for u in range(num)]
+
+
+def test_mixgrpos_window() -> None:
+    assert starts(300) == [u // 25 for u in range(300)]  # the published run ends at position 11
+    assert starts(300, every=20) == [u // 20 for u in range(300)]  # Flash
+    assert starts(300, every=20, stride=0) == [0] * 300  # Flash*
+
+
+def test_the_window_goes_back_to_the_start() -> None:
+    assert starts(45, every=1) == [u % 20 for u in range(45)]
+    assert starts(45, every=1, wrap=False) == [min(u, 19) for u in range(45)]
+    assert starts(9, every=1, stride=8) == [0, 8, 16] * 3  # 24 would leave the range
+
+
+def test_the_window_hurries() -> None:
+    linear = Counter(starts(200, every=10, decay="linear", wrap=False))
+    expected = {c: max(1, int(10 * (1 - c / 20) + c / 20)) for c in range(19)}
+    assert {c: linear[c] for c in range(19)} == expected
+    assert (expected[0], expected[18]) == (10, 1)
+    late = Counter(starts(200, every=5, decay="exponential", wrap=False))
+    assert [late[c] for c in range(19)] == [5] * 14 + [5, 5, 4, 4, 4]  # ceil(5 exp(-0.1 (c-13)))
+
+
+def test_a_long_run_still_finds_its_window() -> None:
+    assert starts(1, every=7, stride=3)[0] == 0
+    rule = {"rule": "window", "size": 4, "move": "progressive", "every": 7, "stride": 3}
+    assert chosen([0.5] * 25, update=10**6, **rule).selected  # seconds would be too long a search

@@ -315,7 +315,6 @@ class Policy:
         )
         self._call(self.sampling, tape, t.prompts, latents=t.latents, output_type="latent")
         (new,) = taken
-        new.weight = t.weight
         if t.kl is not None:
             new.kl = self._divergence(new, t)
         return new

@@ -277,6 +277,7 @@ class Native(_Deferred):
     def _differentiate(self, t: Transition) -> None:
         with self.watch.stage("recompute"):
             new = self.replay(t)
+        new.weight, new.baseline = t.weight, t.baseline
         self.statistics.num_replays += 1
         ratio_error = (new.log_prob.detach() - t.log_prob).expm1().abs().max()
         self.statistics.ratio_error = max(self.statistics.ratio_error, float(ratio_error))
