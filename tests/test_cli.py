@@ -23,7 +23,7 @@ from torch import Tensor
 
 from leangrpo import __version__, checkpoint
 from leangrpo.cli import main
-from leangrpo.config import load_config, recipe_names, recipe_text
+from leangrpo.config import described, load_config, recipe_names, recipe_text
 from leangrpo.runfolder import read_lines, read_run
 
 LORA = ("embedded-lora", "model.lora.rank=2", *SMALL)
@@ -152,9 +152,23 @@ def test_nothing_heavy_is_imported(words: str) -> None:
 @pytest.mark.parametrize("command", ["recipes", "recipes list"])
 def test_recipes(command: str, tmp_path: Path) -> None:
     ended = leangrpo(*command.split(), "--json", tmp_path / "recipes.json")
-    rows = dict(line.split(maxsplit=1) for line in ended.out.splitlines())
-    assert rows == {name: load_config(name).description for name in recipe_names()}
-    assert read_json(tmp_path / "recipes.json") == rows
+    printed = (line for line in ended.out.splitlines() if line.startswith("  "))
+    rows = dict(line.split(maxsplit=1) for line in printed)
+    kinds = {k: recipe_names(k) for k in ("runs", "models", "algorithms", "pairs")}
+    expected = {kind: {n: described(kind, n) for n in names} for kind, names in kinds.items()}
+    assert rows == {n: text for some in expected.values() for n, text in some.items()}
+    assert all(rows.values())
+    assert read_json(tmp_path / "recipes.json") == expected
+
+
+@pytest.mark.parametrize("name", recipe_names("algorithms"))
+def test_a_combined_recipe_shown_and_copied(name: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{name}.yaml"
+    shown = leangrpo("recipes", "show", name).out
+    assert shown == recipe_text(name)
+    assert shown.startswith("# ---- recipe embedded ----\n")
+    assert leangrpo("recipes", "copy", name, file).code == 0
+    assert load_config(file) == load_config(name)
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -46,6 +46,47 @@ def test_names() -> None:
     assert recipe_names() == ["embedded", "embedded-lora", *OWN_PROMPTS]
 
 
+# -- combined recipes ------------------------------------------------------------------------------
+
+
+def test_layers_in_order(tmp_path: Path) -> None:
+    """A model under an algorithm, under a file of one's own, under the command line."""
+    assert load_config("flow-grpo") == load_config("embedded+flow-grpo").model_copy(
+        update={"recipe": "flow-grpo"}
+    )
+    config = load_config("flow-grpo")
+    assert config.model.pipeline == "embedded"  # of the run it stands on
+    assert config.selection.rule == "fraction"  # of the algorithm
+    assert config.selection.steps is None  # which the run below had for its own rule
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: flow-grpo\nupdates: 7\nselection: {rule: window, size: 2}\n")
+    config = load_config(mine, ["optimizer.lr=1"])
+    assert (config.recipe, config.updates, config.selection.size) == ("mine", 7, 2)
+    assert config.ema.decay == 0.9
+    assert config.optimizer.lr == 1
+    assert config == load_config(mine, ["optimizer.lr=1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "extends: flow-grop",
+            "`recipe` is 'flow-grop': it is neither a recipe nor a YAML",
+        ),
+        ("extends: [a, b]", "`extends` is ['a', 'b']: it must be the name of one recipe"),
+        ("extends: nope+flow-grpo", "there is no model 'nope' among the recipes"),
+        ("extends: embedded+nope", "there is no algorithm 'nope'"),
+    ],
+)
+def test_what_cannot_be_extended(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(LeanError) as caught:
+        load_config(file)
+    assert message in str(caught.value)
+
+
 def test_the_lora_recipe_differs_only_where_it_says() -> None:
     lines = [set(to_yaml(load_config(name)).splitlines()) for name in recipe_names()[:2]]
     changed = {line.split(":")[0].strip() for line in lines[0] ^ lines[1]}

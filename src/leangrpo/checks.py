@@ -109,6 +109,9 @@ def _check_steps(config: Config) -> Iterator[LeanError]:
             yield problem("sampling.sigmas", list(sigmas), rule, "Give one a step.")
         if any(a <= b for a, b in pairwise(sigmas)):
             yield problem("sampling.sigmas", list(sigmas), "each must be below the one before")
+        if config.evaluation.steps not in (None, steps):
+            rule = f"sampling.sigmas lists {steps} noise levels"
+            yield problem("evaluation.steps", config.evaluation.steps, rule, "Set it to null.")
     for name in sorted(set(config.sampling.call) & set(RESERVED_CALL)):
         home = RESERVED_CALL[name]
         remedy = f"Use {home}." if home else "Remove it."

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from . import __version__
-from .config import Config, load_config, recipe_names, recipe_text
+from .config import Config, described, load_config, recipe_names, recipe_text, to_yaml
 from .errors import LeanError
 from .launch import (
     check_for,
@@ -271,11 +271,24 @@ def _recipes(context: typer.Context, json_file: JsonFile = None) -> None:
     if context.invoked_subcommand is not None:
         return
     _check_writable(json_file)
-    rows = {name: load_config(name).description for name in recipe_names()}
-    width = max(map(len, rows))
-    for name, description in rows.items():
-        print(f"{name:{width}s}  {description}")
+    rows = {kind: _descriptions(kind) for kind in ("runs", "models", "algorithms", "pairs")}
+    heads = {
+        "runs": "Whole runs: leangrpo train NAME",
+        "models": "Models: leangrpo train MODEL+ALGORITHM",
+        "algorithms": "Algorithms: leangrpo train ALGORITHM, on the embedded pipeline",
+        "pairs": "Pairs with published settings of their own",
+    }
+    width = max(len(name) for some in rows.values() for name in some)
+    for kind, some in rows.items():
+        print(heads[kind])
+        for name, description in some.items():
+            print(f"  {name:{width}s}  {description}")
     _write_json(json_file, rows)
+
+
+def _descriptions(kind: str) -> dict[str, str]:
+    """The description of each recipe of a kind, its own and not that of what it extends."""
+    return {name: described(kind, name) for name in recipe_names(kind)}
 
 
 @recipes.command("list")
@@ -286,18 +299,23 @@ def list_recipes(context: typer.Context, json_file: JsonFile = None) -> None:
 
 
 @recipes.command("show")
-def show_recipe(name: Annotated[str, typer.Argument(help="A recipe's name.")]) -> None:
-    """Print a recipe's YAML."""
+def show_recipe(
+    name: Annotated[str, typer.Argument(help="A recipe's name, or MODEL+ALGORITHM.")],
+) -> None:
+    """Print a recipe's YAML, or the files that a combined one is made of."""
     print(recipe_text(name), end="")
 
 
 @recipes.command("copy")
 def copy_recipe(
-    name: Annotated[str, typer.Argument(help="A recipe's name.")],
+    name: Annotated[str, typer.Argument(help="A recipe's name, or MODEL+ALGORITHM.")],
     file: Annotated[Path, typer.Argument(help="Where to write it; must not exist yet.")],
 ) -> None:
-    """Write a recipe to a file of your own, to change it."""
-    text = recipe_text(name)
+    """Write a recipe to a file of your own, to change it.
+
+    A combined one is written as all its settings; shorter is a file that says extends: NAME.
+    """
+    text = recipe_text(name) if name in recipe_names() else to_yaml(load_config(name))
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

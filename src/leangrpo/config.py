@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from .complaints import complaints, did_you_mean, setting_paths, unknown_setting
+from .complaints import complaints, setting_paths, unknown_setting
+from .cookbook import DEFAULT_RUN, Layer, is_recipe, layer_of, layers, recipe_names, recipe_text
 from .describe import describe_settings
 from .errors import LeanError, problem
 from .settings import Config
@@ -37,8 +38,10 @@ __all__ = [
 
 PACKAGE = Path(__file__).parent
 EMBEDDED = PACKAGE / "embedded"
-RECIPES = PACKAGE / "recipes"
-DEFAULT_RECIPE = "embedded"
+
+
+# With another rule, what was said of the one before would only contradict it.
+OF_A_RULE = {"steps": None, "size": None, "range": None}
 
 
 class _Loader(yaml.SafeLoader):
@@ -62,38 +65,23 @@ _Loader.add_implicit_resolver(
 )
 
 
-def recipe_names() -> list[str]:
-    """The recipes that come with the package."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
-
-
-def recipe_text(name: str) -> str:
-    """A recipe's YAML, comments included.
-
-    Raises LeanError for a name that is no recipe, naming the nearest one.
-    """
-    if name not in recipe_names():
-        remedy = did_you_mean(name, recipe_names()) or f"Recipes: {', '.join(recipe_names())}."
-        raise problem("recipe", name, "it is neither a recipe nor a YAML file", remedy)
-    return (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
-
-
 def load_config(source: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Read settings from a recipe's name or a YAML file (None: the embedded recipe).
 
+    A recipe may be `model+algorithm` (`cookbook`), and a file begin with `extends: RECIPE`.
     `overrides` are `key.path=value` with the value in YAML; `rewards.0.weight=2` reaches into a
     list. What a file leaves out keeps its default. Raises LeanError with one line per mistake.
     """
-    text, name, where = _read_source(DEFAULT_RECIPE if source is None else source)
-    given = _parse_yaml(text, where)
-    if given is None:
-        given = {}
-    if not isinstance(given, dict):
-        raise LeanError(f"{where} holds no mapping of settings. Write lines like `updates: 40`.")
-    tree = _merge(Config(recipe=name).model_dump(mode="json"), given)
+    name, some = _read_source(DEFAULT_RUN if source is None else source)
+    tree = Config(recipe=name).model_dump(mode="json")
+    for layer in some:
+        given = _mapping(layer)
+        selection = given.get("selection")
+        if isinstance(selection, dict) and "rule" in selection:
+            tree["selection"] |= OF_A_RULE
+        tree = _merge(tree, {key: value for key, value in given.items() if key != "extends"})
     if any(o.partition("=")[0].strip() == "selection.rule" for o in overrides):
-        # another rule: what the recipe says of its own would only contradict it
-        tree["selection"] |= {"steps": None, "size": None, "range": None}
+        tree["selection"] |= OF_A_RULE
     mistakes = []
     for override in overrides:
         try:
@@ -109,14 +97,37 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
     return config
 
 
-def _read_source(source: str | Path) -> tuple[str, str, str]:
-    """The text of a source, the recipe's name that follows from it, and what to call it."""
+def described(kind: str, name: str) -> str:
+    """What a recipe file says it is, in its `description`."""
+    return str(_mapping(layer_of(kind, name)).get("description", ""))
+
+
+def _read_source(source: str | Path) -> tuple[str, list[Layer]]:
+    """The name of a source and its layers, each to be merged over the ones before."""
     path = Path(source).expanduser()
-    if str(source) not in recipe_names() and (
+    if (isinstance(source, str) and is_recipe(source)) or not (
         isinstance(source, Path) or path.suffix in (".yaml", ".yml") or _is_file(path)
     ):
-        return read_text("config", path), path.stem, str(path)
-    return recipe_text(str(source)), str(source), f"recipe {source}"
+        return str(source), layers(str(source))
+    own = Layer(read_text("config", path), str(path))
+    base = _mapping(own).get("extends")
+    if base is None:
+        return path.stem, [own]
+    if not isinstance(base, str):
+        rule = "it must be the name of one recipe, such as flux1-dev+mixgrpo"
+        raise problem("extends", base, rule)
+    return path.stem, [*layers(base), own]
+
+
+def _mapping(layer: Layer) -> dict[str, Any]:
+    given = _parse_yaml(layer.text, layer.where)
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise LeanError(
+            f"{layer.where} holds no mapping of settings. Write lines like `updates: 40`."
+        )
+    return given
 
 
 def _is_file(path: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,17 +55,20 @@ def evaluate(
     prompts: Sequence[str],
     *,
     batch: int,
+    steps: int | None = None,
     num_images: int = 0,
     world: World | None = None,
 ) -> Evaluation | None:
     """Score one deterministic sample of every prompt; keep the first `num_images` pictures.
 
+    `steps` is the number of sampling steps, where it is not that of training.
     `scorer` weighs evaluation-only rewards with 0, so that `reward` is the training reward. Ranks
     take whole batches in turn, the batches of a single process, so that pictures are the same; the
     first rank gets the result, the others None. A rank without a batch left repeats one, as
     sharded weights are gathered by all.
     """
     world = world or World()
+    sampling = replace(policy.sampling, steps=steps or policy.sampling.steps)
     starts = list(range(0, len(prompts), batch))
     futures: dict[int, Future[Any]] = {}
     kept: dict[int, Tensor] = {}
@@ -75,7 +78,7 @@ def evaluate(
         some = list(prompts[start : start + batch])
         keys = [SampleKey(_EVALUATION, start + i, 0) for i in range(len(some))]
         with torch.no_grad():
-            images = policy.sample(some, keys).images
+            images = policy.sample(some, keys, sampling=sampling).images
         assert images is not None
         if mine >= len(starts):
             continue

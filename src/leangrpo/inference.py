@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def evaluate_run(
     started = time.perf_counter()
     scorer, judge = make_scorers(config)
     with scorer, judge:
-        result = evaluate(policy, judge, prompts, batch=config.evaluation.batch)
+        c = config.evaluation
+        result = evaluate(policy, judge, prompts, batch=c.batch, steps=c.steps)
     assert result is not None
     return result.line(at, time.perf_counter() - started)
 
@@ -94,10 +96,13 @@ def sample_run(
     policy, _ = load_run(config, run, update, ema)
     out.mkdir(parents=True, exist_ok=True)
     policy.seed = seed
+    steps = config.evaluation.steps or policy.sampling.steps
+    sampling = replace(policy.sampling, steps=steps)
     files = []
     for p, prompt in enumerate(prompts):
         for n in range(num):
-            images = policy.sample([prompt], [SampleKey(_OWN_PROMPTS, p, n)]).images
+            key = SampleKey(_OWN_PROMPTS, p, n)
+            images = policy.sample([prompt], [key], sampling=sampling).images
             assert images is not None
             frames = images[0] if images.dim() == 5 else images[:1]
             pixels = (frames.clamp(0, 1) * 255).round().to(torch.uint8).movedim(1, -1).numpy()

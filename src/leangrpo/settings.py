@@ -346,6 +346,9 @@ class Evaluation(Settings):
 
     every: Int = Field(10, ge=1, description="updates between evaluations")
     prompts: Int | None = Field(None, ge=1, description="how many held-out prompts; null = all")
+    steps: Int | None = Field(
+        None, ge=1, description="sampling steps; null = sampling.steps (FlowGRPO: 40 for 10)"
+    )
     batch: Int = Field(32, ge=1, description="images in one forward")
     rewards: tuple[Reward, ...] = Field((), description="measured besides the training rewards")
     grid: Int = Field(16, ge=1, description="images in the sample grid")

@@ -366,7 +366,13 @@ def _evaluate(s: Setup, update: int) -> None:
     c = s.config.evaluation
     with s.ema.in_place() if s.ema is not None else nullcontext():
         result = evaluate(
-            s.policy, s.judge, s.heldout, batch=c.batch, num_images=c.grid, world=s.world
+            s.policy,
+            s.judge,
+            s.heldout,
+            batch=c.batch,
+            steps=c.steps,
+            num_images=c.grid,
+            world=s.world,
         )
     if result is None or isinstance(s.record, Onlooker):
         return
