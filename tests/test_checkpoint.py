@@ -145,7 +145,7 @@ def test_a_format_of_the_future_is_named(tmp_path) -> None:
     folder = checkpoint.Checkpoints(tmp_path, 1).save(policy, optimizer, {"update": 1})
     state: dict[str, Any] = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "format": 99}))
-    with pytest.raises(LeanError, match="has format 99; this version reads up to 2"):
+    with pytest.raises(LeanError, match="has format 99; this version reads up to 3"):
         checkpoint.open_checkpoint(folder)
 
 
@@ -205,3 +205,63 @@ def test_what_a_kill_has_left_is_removed(tmp_path) -> None:
     (tmp_path / ".000003.partial" / "state").mkdir(parents=True)
     checkpoint.Checkpoints(tmp_path, 2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_else_a_run_remembers_is_bitwise(tmp_path) -> None:
+    """Tensors of any shape and dtype, and what JSON can write, as it was when it was given."""
+    policy, optimizer = make("sd3", "lora")
+    tensors = {
+        "value.buffer": torch.randn(3, 4).T,
+        "value.none": torch.zeros(0, 5),
+        "value.round": torch.tensor(7),
+        "half": torch.randn(2).half(),
+    }
+    history = {"a dog": [1.0, 0.1 + 0.2], "": []}
+    extra = {**tensors, "history": history, "count": 3}
+    checkpoints = checkpoint.Checkpoints(tmp_path, 2)
+    folder = checkpoints.save(policy, optimizer, {"update": 1}, extra=extra)
+    history["a dog"].append(9.0)
+    found = checkpoint.open_checkpoint(folder)
+    assert found.extra.keys() == extra.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found.extra[name], tensor)
+        assert found.extra[name].dtype == tensor.dtype
+    assert found.extra["history"] == {"a dog": [1.0, 0.1 + 0.2], "": []}
+    assert found.extra["count"] == 3
+    checkpoint.restore(found, *make("sd3", "lora", seed=1))  # none of its business
+    assert (
+        checkpoint.open_checkpoint(checkpoints.save(policy, optimizer, {"update": 2})).extra == {}
+    )
+
+
+def test_plain_diffusers_passes_over_the_extra(tmp_path) -> None:
+    policy, optimizer = make("sd3", "lora")
+    folder = checkpoint.Checkpoints(tmp_path, 1).save(
+        policy, optimizer, {"update": 1}, extra={"value": torch.ones(3)}
+    )
+    plain = tiny.tiny_sd3()
+    plain.load_lora_weights(folder)
+    assert checkpoint.is_lora(plain.transformer)
+
+
+def test_damage_to_the_extra_is_noticed(tmp_path) -> None:
+    policy, optimizer = make("sd3", "lora")
+    folder = checkpoint.Checkpoints(tmp_path, 1).save(
+        policy, optimizer, {"update": 1}, extra={"value": torch.ones(3)}
+    )
+    save_file({"value": torch.zeros(3)}, folder / checkpoint.EXTRA)
+    with pytest.raises(LeanError, match=r"extra/tensors.safetensors is missing or was changed"):
+        checkpoint.open_checkpoint(folder)
+
+
+def test_a_checkpoint_from_before_the_extra_is_read(tmp_path) -> None:
+    policy, optimizer = make("sd3", "lora")
+    folder = checkpoint.Checkpoints(tmp_path, 1).save(policy, optimizer, {"update": 4})
+    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "format": 2}))
+    found, complaints = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert (found.update, found.extra, complaints) == (4, {}, [])
+    other, fresh = make("sd3", "lora", seed=1)
+    checkpoint.restore(found, other, fresh)
+    assert checkpoint.weights_sha256(other) == checkpoint.weights_sha256(policy)

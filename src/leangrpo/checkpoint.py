@@ -3,7 +3,8 @@
 A checkpoint is a folder: the weights as diffusers or PEFT load them (`transformer/`, or
 `pytorch_lora_weights.safetensors`), `state/` with what else a run needs, each rank's part in a file
 of its own (torch.distributed.checkpoint over safetensors), and `state.json` with the position and
-a checksum of every file. It is written under another name, flushed to the disk and renamed, so
+a checksum of every file. What else a run remembers, by names of its own, is in `extra/` and under
+`extra` in `state.json`. It is written under another name, flushed to the disk and renamed, so
 that a folder with the right name is complete. No pickle is written or read.
 """
 
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -39,8 +40,9 @@ from .errors import LeanError
 from .parallel import World, scatter_like, whole
 from .policy import Policy
 
-FORMAT = 2
+FORMAT = 3
 STATE = "state"
+EXTRA = "extra/tensors.safetensors"
 OURS = ("model", "ema")
 LORA_FILE = "pytorch_lora_weights.safetensors"
 REFUSALS = (OSError, SafetensorError, CheckpointException)
@@ -58,6 +60,12 @@ class Checkpoint:
     def update(self) -> int:
         """Optimizer updates done when it was written."""
         return int(self.state["update"])
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What `Checkpoints.save` was given as `extra`; empty for nothing, and before format 3."""
+        path = self.folder / EXTRA
+        return {**self.state.get("extra", {}), **(load_file(path) if path.is_file() else {})}
 
 
 class Checkpoints:
@@ -83,9 +91,12 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Any],
         ema: Ema | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write `root/<update>`; returns the folder it will have.
 
+        `extra`, the same on all ranks, holds tensors and what JSON can write; `Checkpoint.extra`
+        has it again. It is taken as it is now, also where the rest is written in the background.
         Raises LeanError, leaving the older checkpoints alone, when the disk refuses or when what
         was written does not read back equal to the weights.
         """
@@ -97,6 +108,7 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
                 (partial / STATE).mkdir(parents=True, exist_ok=True)  # other ranks make it too
             save_weights(policy, partial, self.world)
+            state = self._save_extra(partial, state, extra or {})
             tensors = _flatten(policy, optimizer, ema)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # on one process torch says that it is one
@@ -113,6 +125,17 @@ class Checkpoints:
         except REFUSALS as error:
             raise self._refused(partial, folder, error) from error
         return folder
+
+    def _save_extra(
+        self, partial: Path, state: Mapping[str, Any], extra: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Write the tensors; the state with the rest, apart from the run's own that goes on."""
+        tensors = {k: v.detach().contiguous() for k, v in extra.items() if isinstance(v, Tensor)}
+        if tensors and self.world.is_main:
+            (partial / EXTRA).parent.mkdir()
+            save_file(tensors, partial / EXTRA)
+        rest = {k: v for k, v in extra.items() if k not in tensors}
+        return {**state, "extra": json.loads(json.dumps(rest))} if rest else state
 
     @property
     def published(self) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .errors import problem
+from .errors import LeanError, problem
 
 if TYPE_CHECKING:
     from .policy import Sampling
@@ -75,7 +75,82 @@ def remember_prompts(pipe: Any, capacity: int = 64) -> None:
         return known[key]
 
     encode_prompt.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    pipe.encode_prompt = encode_prompt
+    pipe.encode_prompt = _note_latest(encode_prompt)
+
+
+def _note_latest(encode_prompt: Any, capacity: int = 4) -> Any:
+    """Keep the latest outputs by their prompts, as `latest`: a call encodes a prompt list, and
+    maybe a negative one after it."""
+    signature = inspect.signature(encode_prompt)
+    latest: dict[tuple[str, ...], Any] = {}
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        output = encode_prompt(*args, **kwargs)
+        prompts = signature.bind_partial(*args, **kwargs).arguments.get("prompt")
+        if prompts is not None:
+            key = (prompts,) if isinstance(prompts, str) else tuple(prompts)
+            latest.pop(key, None)
+            latest[key] = output
+            while len(latest) > capacity:
+                latest.pop(next(iter(latest)))
+        return output
+
+    noted.__signature__ = signature  # type: ignore[attr-defined]
+    noted.latest = latest  # type: ignore[attr-defined]
+    return noted
+
+
+def embedding(pipe: Any, prompts: Sequence[str]) -> Tensor:
+    """A feature of each prompt, `(B, D)` float32: the mean over tokens of its text embedding.
+
+    That is the first floating output of the pipeline's own `encode_prompt` for this list of
+    prompts, which it must have been called with lately (`remember_prompts` keeps it): `(B, L, D)`,
+    `(B, D)` or a list of B `(L, D)`. Raises LeanError when there is none.
+    """
+    latest = getattr(getattr(pipe, "encode_prompt", None), "latest", None)
+    if latest is None:
+        raise LeanError(
+            f"{type(pipe).__name__} has no encode_prompt, so there is no text embedding for a "
+            "value network. Choose another advantage.baseline."
+        )
+    if tuple(prompts) not in latest:
+        raise LeanError(
+            f"{type(pipe).__name__} has not encoded the prompts {list(prompts)} lately: it was "
+            "called with embeddings, or changes the prompts before it encodes them."
+        )
+    found = _first_floating(latest[tuple(prompts)])
+    if isinstance(found, list):
+        found = torch.stack([_mean_over_tokens(one[None])[0] for one in found])
+    if found is None or found.ndim < 2 or len(found) != len(prompts):
+        shape = None if found is None else tuple(found.shape)
+        raise LeanError(
+            f"{type(pipe).__name__}.encode_prompt gave {shape} for {len(prompts)} prompts: one "
+            "embedding (L, D) or (D) for each is needed for a value network."
+        )
+    return _mean_over_tokens(found)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 2
+
+
+def _mean_over_tokens(tensor: Tensor) -> Tensor:
+    wide = tensor.detach().float()
+    return wide.flatten(1, -2).mean(dim=1) if wide.ndim > 2 else wide
+
+
+def _first_floating(output: Any) -> Tensor | list[Tensor] | None:
+    """The first floating tensor, or list of such of a prompt each, in nested outputs."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() else None
+    if not isinstance(output, (list, tuple)):
+        return None
+    if isinstance(output, list) and output and all(_is_text(one) for one in output):
+        return output
+    for inner in output:
+        if (found := _first_floating(inner)) is not None:
+            return found
+    return None
 
 
 def _widen(value: Any) -> Any:

@@ -249,6 +249,21 @@ class Advantage(Settings):
     )
 
 
+class Value(Settings):
+    """The learned baseline, a small network; used when `advantage.baseline` is value.
+
+    "DPOK" is google-research/google-research (`dpok/train_online_pg.py`, `dpok/reward_model.py`).
+    """
+
+    lr: Float = Field(1e-4, gt=0, description="learning rate of its AdamW (DPOK: 1e-4)")
+    steps: Int = Field(
+        5, ge=1, description="its AdamW steps an update (DPOK: 5 batches, in one step)"
+    )
+    batch: Int = Field(256, ge=1, description="transitions in one of them (DPOK: 256)")
+    width: Int = Field(256, ge=1, description="of its three hidden layers (DPOK: 256)")
+    buffer: Int = Field(1000, ge=1, description="newest transitions it learns from (DPOK: 1000)")
+
+
 class Objective(Settings):
     """The loss of a selected step."""
 
@@ -390,6 +405,7 @@ class Config(Settings):
     selection: Selection = Field(Selection(), description="which steps are trained")
     rollout: Rollout = Field(Rollout(), description="how much is sampled")
     advantage: Advantage = Field(Advantage(), description="from rewards to advantages")
+    value: Value = Field(Value(), description="the learned baseline")
     objective: Objective = Field(Objective(), description="the loss")
     optimizer: Optimizer = Field(Optimizer(), description="AdamW")
     ema: Ema = Field(Ema(), description="a running mean of the trained weights")
