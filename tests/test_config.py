@@ -283,6 +283,16 @@ def test_unreadable_sources(tmp_path: Path) -> None:
     ("overrides", "line"),
     [
         (
+            "advantage.baseline=value advantage.std=none advantage.best_of=4",
+            "`advantage.best_of` is 4: with advantage.baseline=value generations left out would "
+            "still have a baseline subtracted. Set it null.",
+        ),
+        (
+            "advantage.baseline=value advantage.std=none on_bad_reward=exclude",
+            "`on_bad_reward` is 'exclude': with advantage.baseline=value images left out would "
+            "still have a baseline subtracted. Set it to stop.",
+        ),
+        (
             "rollout.generations=1",
             "`rollout.generations` is 1: a group of one has no baseline to be compared with. "
             "Take 2 or more, or another advantage.baseline.",

@@ -210,6 +210,15 @@ def _check_advantage(config: Config) -> Iterator[LeanError]:
     if a.best_of is not None and o.kl:
         rule = "generations left out would still have a KL in the loss"
         yield problem("advantage.best_of", a.best_of, rule, "Set objective.kl to 0.")
+    if a.baseline == "value":
+        rule = "with advantage.baseline=value {} left out would still have a baseline subtracted"
+        if a.best_of is not None:
+            yield problem(
+                "advantage.best_of", a.best_of, rule.format("generations"), "Set it null."
+            )
+        if config.on_bad_reward == "exclude":
+            remedy = "Set it to stop."
+            yield problem("on_bad_reward", "exclude", rule.format("images"), remedy)
 
 
 def _check_objective(config: Config) -> Iterator[LeanError]:

@@ -405,9 +405,9 @@ class Config(Settings):
     selection: Selection = Field(Selection(), description="which steps are trained")
     rollout: Rollout = Field(Rollout(), description="how much is sampled")
     advantage: Advantage = Field(Advantage(), description="from rewards to advantages")
-    value: Value = Field(Value(), description="the learned baseline")
     objective: Objective = Field(Objective(), description="the loss")
     optimizer: Optimizer = Field(Optimizer(), description="AdamW")
+    value: Value = Field(Value(), description="the learned baseline")
     ema: Ema = Field(Ema(), description="a running mean of the trained weights")
     parallel: Parallel = Field(Parallel(), description="several ranks")
     rewards: tuple[Reward, ...] = Field(
