@@ -147,6 +147,7 @@ def test_later_overrides_win() -> None:
             "`selection.stepz` is [1]: no setting has this name. Did you mean `selection.steps`?",
         ),
         ("lr=1", "`lr` is 1: no setting has this name. Did you mean `optimizer.lr`?"),
+        ("steps=1", "`steps` is 1: no setting has this name. Did you mean `sampling.steps`?"),
         (
             "modle.dtype=float32",
             "`modle.dtype` is 'float32': no setting has this name. Did you mean `model.dtype`?",

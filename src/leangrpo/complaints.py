@@ -99,7 +99,8 @@ def unknown_setting(path: str, value: object) -> LeanError:
     leaf = given.rpartition(".")[2]
     paths = setting_paths()
     same_leaf = [p for p in paths if p.rpartition(".")[2] == leaf]
-    near = get_close_matches(given, same_leaf, n=1, cutoff=0.0)
+    # a leaf alone is nearest to the shortest path; the tree has what is set most often first
+    near = same_leaf[:1] if given == leaf else get_close_matches(given, same_leaf, n=1, cutoff=0.0)
     near = near or get_close_matches(given, paths, n=1, cutoff=0.7)
     if not near and (leaves := get_close_matches(leaf, [p.rpartition(".")[2] for p in paths], n=1)):
         near = [p for p in paths if p.rpartition(".")[2] == leaves[0]]
