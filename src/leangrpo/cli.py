@@ -17,7 +17,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from . import __version__
-from .config import Config, described, load_config, recipe_names, recipe_text, to_yaml
+from .config import Config, bare_config, described, load_config, recipe_names, recipe_text, to_yaml
+from .cookbook import is_recipe
 from .errors import LeanError
 from .launch import (
     check_for,
@@ -263,6 +264,42 @@ def bench(
     result = run(config, names, rounds, collectives=collectives)
     leave()
     _write_json(json_file, result)
+
+
+@app.command("check")
+def check_model(
+    model: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL [KEY.PATH=VALUE]...",
+            help="A folder in diffusers format, a hub id, a recipe or a YAML file; then overrides.",
+        ),
+    ],
+    tiny: Annotated[
+        bool,
+        typer.Option("--tiny", help="A random twin of two layers, from its configuration alone."),
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Say what is found in a pipeline and whether it can be trained; try one group.
+
+    Examples: leangrpo check black-forest-labs/FLUX.1-dev --tiny;
+    leangrpo check my-model model.train=lora model.dtype=bfloat16
+    """
+    _check_writable(json_file)
+    source, *overrides = model
+    known = is_recipe(source) or source.endswith((".yaml", ".yml")) or _is_run(source)
+    config = _load(model) if known else bare_config(source, overrides)
+    from .checks import check
+
+    check(config, files=False)
+    from .inspection import inspect_pipeline
+
+    named = any(o.startswith("kernel.") for o in overrides)
+    report = inspect_pipeline(config, tiny=tiny, kernel_given=known or named)
+    _write_json(json_file, report)
+    if not report["trainable"]:
+        raise typer.Exit(1)
 
 
 @recipes.callback()

@@ -80,6 +80,19 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
         if isinstance(selection, dict) and "rule" in selection:
             tree["selection"] |= OF_A_RULE
         tree = _merge(tree, {key: value for key, value in given.items() if key != "extends"})
+    return _finished(tree, overrides)
+
+
+def bare_config(pipeline: str, overrides: Sequence[str] = ()) -> Config:
+    """The defaults with a pipeline and a few steps, for looking at it; `load_config` otherwise."""
+    tree = Config(recipe="check").model_dump(mode="json")
+    tree["model"]["pipeline"] = pipeline
+    tree["sampling"]["steps"] = 4
+    return _finished(tree, overrides)
+
+
+def _finished(tree: dict[str, Any], overrides: Sequence[str]) -> Config:
+    """The tree with its overrides, checked; raises LeanError with one line per mistake."""
     if any(o.partition("=")[0].strip() == "selection.rule" for o in overrides):
         tree["selection"] |= OF_A_RULE
     mistakes = []
