@@ -377,6 +377,50 @@ def test_two_and_two_updates_are_four(
     assert_same_run(run, whole)
 
 
+MEMORIES = {
+    "history": ["advantage={baseline: history, history: 6, min_history: 4}"],
+    "value": [
+        "advantage={baseline: value, std: none}",
+        "value={batch: 8, buffer: 20, width: 8}",
+        "objective={ratio: clamp, kl: 0.01, kl_form: output}",
+    ],
+}
+
+
+@pytest.mark.parametrize("baseline", MEMORIES)
+def test_what_outlives_an_update_outlives_a_checkpoint(
+    baseline: str, settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Two and two updates are four, for what advantages remember too."""
+    own = [*MEMORIES[baseline], "prompts.heldout=null"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(settings(one, *own, "updates=4"), quiet=True)
+    train(settings(two, *own, "updates=2"), quiet=True)
+    train(settings(two, *own, "updates=4"), resume=True, quiet=True)
+    assert lines(one) == lines(two)
+    assert sha(one) == sha(two)
+    assert all(line["optimizer_stepped"] for line in lines(one))
+    if baseline == "value":
+        losses = [line["value_loss"] for line in lines(one)]
+        assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("baseline", MEMORIES)
+def test_schedules_agree_on_a_memory(
+    baseline: str, settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    """From the second update on the baseline has learned, and reweight has its own way with it."""
+    found = {}
+    for schedule in SCHEDULES:
+        own = [*MEMORIES[baseline], "prompts.heldout=null", "updates=3", f"schedule={schedule}"]
+        train(settings(tmp_path / schedule, *own), quiet=True)
+        found[schedule] = lines(tmp_path / schedule)
+    assert sha(tmp_path / "native") == sha(tmp_path / "retain")
+    for line, other in zip(found["native"], found["reweight"], strict=True):
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert line["reward_mean"] == pytest.approx(other["reward_mean"], rel=1e-4)
+
+
 def test_nothing_is_lost_when_no_checkpoint_can_be_read(
     settings: Callable[..., Config], tmp_path: Path
 ) -> None:

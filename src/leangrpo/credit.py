@@ -24,6 +24,11 @@ class Credit:
         self.whole = self.c.std == "global" or self.c.baseline in ("global", "history")
         self.history = History(self.c.history, self.c.min_history)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether advantages depend on earlier updates' rewards."""
+        return self.c.baseline == "history"
+
     def advantages(
         self,
         rewards: Tensor,

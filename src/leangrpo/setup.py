@@ -29,15 +29,16 @@ from .runfolder import run_folder
 from .schedules import Native, Retain, Reweight, Schedule
 from .selection import Selection, select
 from .stopwatch import Stopwatch
+from .value import Critic
 
 
 @dataclass
 class Setup:
     """What the loop works with. `judge` scores evaluations, `schedule` has the first
-    optimizer step of an update, `later` the others. `weights` `(T,)` multiply the steps' losses.
-    `start` counts updates already done. `whole` is false from an optimizer step until its update
-    has been counted: the weights are then no update's. `order` watches the collectives, if they
-    are to be compared."""
+    optimizer step of an update, `later` the others. `weights` `(T,)` multiply the steps' losses,
+    `credit` gives advantages, `critic` a learned baseline. `start` counts updates already done.
+    `whole` is false from an optimizer step until its update has been counted: the weights are then
+    no update's. `order` watches the collectives, if they are to be compared."""
 
     config: Config
     world: World
@@ -56,6 +57,7 @@ class Setup:
     stds: list[float]
     weights: list[float]
     credit: Credit
+    critic: Critic | None
     start: int
     device: torch.device
     order: Collectives | None
@@ -67,6 +69,11 @@ class Setup:
         return select(
             c.selection, self.stds, seed=c.seed, update=update, group=prompt, sample=generation
         )
+
+    def memory(self) -> dict[str, Any]:
+        """What a run remembers from update to update, besides weights: a checkpoint's `extra`."""
+        history = {"history": self.credit.history.state_dict()} if self.credit.remembers else {}
+        return history | (self.critic.state_dict() if self.critic is not None else {})
 
     def selected_anywhere(self, update: int) -> list[int]:
         """The steps that an update trains in some sample."""
@@ -136,9 +143,16 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         weight_decay=c.weight_decay,
         fused=True,
     )
+    credit = Credit(config)
+    critic = None
+    if config.advantage.baseline == "value":
+        critic = Critic.of(policy, config.value, seed=config.seed, world=world, device=device)
     ema = Ema(policy, config.ema.decay, config.ema.every) if config.ema.decay else None
     if found:
         checkpoint.restore(found, policy, optimizer, ema)
+        credit.history.load_state_dict(found.extra.get("history", {}))
+        if critic is not None:
+            critic.load_state_dict(found.extra)
     start = found.update if found else 0
     record: RunRecord | Onlooker
     if not world.is_main:
@@ -165,7 +179,8 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         heldout=heldout,
         stds=stds,
         weights=step_weights(config, policy),
-        credit=Credit(config),
+        credit=credit,
+        critic=critic,
         start=start,
         device=device,
         order=make_order(policy, world) if p.check and world.size > 1 else None,

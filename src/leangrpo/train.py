@@ -58,7 +58,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
                 "seed": config.seed,
                 "policy_version": policy.version,
             }
-            checkpoints.save(policy, s.optimizer, state, s.ema)
+            checkpoints.save(policy, s.optimizer, state, s.ema, s.memory())
             saved = update
 
     record.plan(plan_text(s))
@@ -130,9 +130,14 @@ def one_update(s: Setup, update: int) -> dict[str, Any]:
         line_steps.append(finish_step(s, update, s.later, lean=False))
     if s.ema is not None:
         s.ema.step(update + 1)
+    value_loss = None
+    if s.critic is not None:
+        with watch.stage("optimizer"):
+            value_loss = s.critic.after(table.rewards)
     for place, one in zip(steps, line_steps, strict=True):
         one |= dict(zip(("epoch", "part"), place, strict=True))
-    return _line(s, update, table, line_steps)
+    line = _line(s, update, table, line_steps)
+    return line if s.critic is None else line | {"value_loss": value_loss}
 
 
 def roll_out(
@@ -160,6 +165,8 @@ def roll_out(
 
     def take(slot: Slot, transition: Transition) -> None:
         transition.weight = 0.0 if slot.idle else s.weights[transition.step]
+        if s.critic is not None:
+            s.critic.attach(transition)
         if keep:
             stored.append(transition.without_graph())
         if schedule is not None:
