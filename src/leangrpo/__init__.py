@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from .data import SampleKey, Transition
     from .errors import LeanError
     from .loading import load_pipeline, make_trainable
-    from .policy import Policy, Sampling
+    from .pipeline import Sampling
+    from .policy import Policy
     from .schedules import Native, Retain, Reweight
 
 __version__ = "0.1.0"
@@ -27,7 +28,7 @@ _HOMES = {
     "Retain": "schedules",
     "Reweight": "schedules",
     "SampleKey": "data",
-    "Sampling": "policy",
+    "Sampling": "pipeline",
     "Transition": "data",
     "check": "checks",
     "group_advantages": "advantages",

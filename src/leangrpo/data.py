@@ -37,6 +37,7 @@ class Transition:
     `(B,)` is the divergence from the reference policy, where one is in the loss, and `reference`
     what it is taken to. `baseline` `(B,)` is subtracted from the samples' advantages at this step;
     it is known when the step is sampled. `weight` multiplies the step's loss; 0 is an idle step.
+    `same_start`: the trajectory started from its group's noise (`Policy.sample(same_noise=True)`).
     """
 
     keys: tuple[Hashable, ...]
@@ -53,6 +54,7 @@ class Transition:
     reference: Tensor | None = None
     baseline: Tensor | None = None
     weight: float = 1.0
+    same_start: bool = False
     version: int | None = None
     process: int = field(default_factory=os.getpid)
 

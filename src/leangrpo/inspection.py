@@ -13,13 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from .components import denoisers
 from .config import Config
 from .data import SampleKey, Transition
 from .errors import LeanError
-from .loading import attention_targets, denoisers, load_pipeline, make_trainable
+from .loading import attention_targets, load_pipeline, make_trainable
 from .oracle import float64_throughout
 from .parallel import blocks
-from .policy import Policy, Sampling
+from .pipeline import Sampling
+from .policy import Policy
 from .schedules import Native, Retain, Reweight, Schedule
 from .setup import pick_device
 from .twin import make_twin

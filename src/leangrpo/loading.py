@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .components import chosen, denoisers
 from .errors import LeanError, problem
-from .policy import DENOISERS
 
 
 def embedded_folder() -> Path:
@@ -77,10 +77,11 @@ def place(pipe: Any, device: str | torch.device, *, offload: bool = False) -> No
     Sharded denoisers are on their device already. The policy sends the others back to the host
     when prompts are encoded and pictures are decoded.
     """
+    kept = denoisers(pipe)
     for name, component in pipe.components.items():
         if not isinstance(component, nn.Module):
             continue
-        if offload and name not in DENOISERS:
+        if offload and name not in kept:
             from accelerate import cpu_offload_with_hook
 
             cpu_offload_with_hook(component, device)
@@ -108,14 +109,16 @@ def make_trainable(
     targets: Sequence[str] | None = None,
     seed: int = 0,
     activation_checkpointing: bool = False,
+    only: Sequence[str] | None = None,
 ) -> None:
     """Choose what is trained: every denoiser parameter ("full") or a fresh LoRA ("lora").
 
     LoRA weights are float32 at least, also on a 16-bit model: updates of 1e-5 would vanish in
     them otherwise. `targets` are suffixes of module names; None takes the linear layers inside
-    the model's attention modules. The initial LoRA is drawn from `seed`.
+    the model's attention modules. The initial LoRA is drawn from `seed`. `only` names the
+    denoisers that are trained, None takes all; the others stay frozen.
     """
-    trained = denoisers(pipe)
+    trained = chosen(pipe, only)
     for name, component in pipe.components.items():
         if isinstance(component, nn.Module):
             component.requires_grad_(train == "full" and name in trained)
@@ -134,14 +137,9 @@ def make_trainable(
             checkpointed.enable_gradient_checkpointing()
 
 
-def denoisers(pipe: Any) -> dict[str, nn.Module]:
-    """The networks of a pipeline that are called once a step, by component name."""
-    return {n: m for n in DENOISERS if isinstance(m := getattr(pipe, n, None), nn.Module)}
-
-
-def copy_denoisers(pipe: Any) -> dict[str, nn.Module]:
-    """Frozen copies of the denoisers, to be the reference policy of full fine-tuning."""
-    return {name: deepcopy(m).requires_grad_(False) for name, m in denoisers(pipe).items()}
+def copy_denoisers(pipe: Any, only: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """Frozen copies of the trained denoisers, to be the reference policy of full fine-tuning."""
+    return {name: deepcopy(m).requires_grad_(False) for name, m in chosen(pipe, only).items()}
 
 
 def attention_targets(module: nn.Module) -> list[str]:
@@ -172,6 +170,9 @@ def _add_lora(
             f"{type(module).__name__} has no attention module with linear layers to put a LoRA on. "
             "Name the layers in `model.lora.targets`."
         )
+    if not hasattr(module, "add_adapter"):
+        rule = f"a {type(module).__name__} takes no adapters"
+        raise problem("model.train", "lora", rule, "Use full.")
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

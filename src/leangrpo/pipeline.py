@@ -1,28 +1,61 @@
-"""What a pipeline's call needs to be the policy: its arguments, and two methods wrapped."""
+"""What a pipeline's call needs to be the policy: how it is called, and two methods wrapped."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .components import main_dtype
+from .data import SampleKey
 from .errors import LeanError, problem
-
-if TYPE_CHECKING:
-    from .policy import Sampling
+from .noise import INITIAL, generator
 
 
-def arguments(pipe: Any, sampling: Sampling, prompts: Sequence[str]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the pipeline is called. `call` holds further keyword arguments of its `__call__`.
+
+    `sigmas`: "pipeline" (whatever pipeline and scheduler make of `steps`), "linear"
+    (linspace(1, 1/T, T) before the shift), or T explicit floats.
+    """
+
+    steps: int
+    guidance: float | None = None
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    negative_prompt: str | None = None
+    sigmas: str | tuple[float, ...] = "pipeline"
+    call: Mapping[str, Any] = field(default_factory=dict)
+
+
+def arguments(
+    pipe: Any, sampling: Sampling, prompts: Sequence[str], options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Keyword arguments for the pipeline's call, each one it really has.
 
+    `options` are given where the pipeline takes them. The prompts are left out where it takes
+    none, or where their embeddings are in `sampling.call`. A guidance of 1 is none, whatever a
+    pipeline calls it; one that has a guider instead gets it from there.
     Raises LeanError that names the setting and the argument the pipeline lacks.
     """
     accepted = inspect.signature(type(pipe).__call__).parameters
+    guidance = sampling.guidance
+    if guidance is not None and "guidance_scale" not in accepted:
+        if "guidance_scale" in getattr(getattr(pipe, "guider", None), "config", {}):
+            if pipe.guider.guidance_scale != guidance:
+                pipe.guider = pipe.guider.new(guidance_scale=guidance)
+            guidance = None
+        elif guidance == 1:
+            guidance = None
     wanted: dict[str, tuple[str, Any]] = {
-        "guidance_scale": ("sampling.guidance", sampling.guidance),
+        "guidance_scale": ("sampling.guidance", guidance),
         "height": ("sampling.height", sampling.height),
         "width": ("sampling.width", sampling.width),
         "num_frames": ("sampling.num_frames", sampling.num_frames),
@@ -31,14 +64,16 @@ def arguments(pipe: Any, sampling: Sampling, prompts: Sequence[str]) -> dict[str
     if sampling.negative_prompt is not None:
         wanted["negative_prompt"] = (
             "sampling.negative_prompt",
-            [sampling.negative_prompt] * len(prompts),
+            _one_or_list([sampling.negative_prompt] * len(prompts)),
         )
     wanted |= {name: (f"sampling.call.{name}", value) for name, value in sampling.call.items()}
-    arguments: dict[str, Any] = {
-        "prompt": list(prompts),
-        "num_inference_steps": sampling.steps,
-        "return_dict": False,
-    }
+    arguments: dict[str, Any] = {}
+    if "prompt" in accepted and "prompt_embeds" not in sampling.call:
+        arguments["prompt"] = _one_or_list(prompts)
+    steps = {"num_inference_steps": sampling.steps}
+    for name, value in (steps | dict(options or {})).items():
+        if name in accepted and value is not None:
+            arguments[name] = value
     for name, (setting, value) in wanted.items():
         if value is None:
             continue
@@ -53,6 +88,37 @@ def arguments(pipe: Any, sampling: Sampling, prompts: Sequence[str]) -> dict[str
     return arguments
 
 
+def _one_or_list(texts: Sequence[str]) -> str | list[str]:
+    """A single text as such: some pipelines take no list."""
+    return texts[0] if len(texts) == 1 else list(texts)
+
+
+def generators(seed: int, keys: Sequence[SampleKey]) -> Any:
+    """A generator for each sample, for what a pipeline draws itself; alone, not in a list.
+
+    Seeded by `(seed, key)` only, on the CPU, where diffusers draws then whatever the device.
+    """
+    made = []
+    for key in keys:
+        number = generator(seed, key.update, key.prompt, key.generation, INITIAL)
+        made.append(torch.Generator().manual_seed(int(number.integers(2**63))))
+    return made if len(made) > 1 else made[0]
+
+
+def as_tensor(output: Any) -> Tensor:
+    """A pipeline's pictures, frames or sound as float32 on the CPU: `(B, ...)`.
+
+    Lists are stacked, pictures of PIL become `(C, H, W)` in [0, 1].
+    """
+    if isinstance(output, Tensor):
+        return output.detach().to("cpu", torch.float32)
+    if isinstance(output, (list, tuple)):
+        return torch.stack([as_tensor(one) for one in output])
+    if isinstance(output, np.ndarray):
+        return torch.from_numpy(output).to(torch.float32)
+    return torch.from_numpy(np.array(output)).movedim(-1, 0).to(torch.float32) / 255
+
+
 def remember_prompts(pipe: Any, capacity: int = 64) -> None:
     """Memoise `pipe.encode_prompt`, its floating outputs in float32 at least.
 
@@ -60,11 +126,13 @@ def remember_prompts(pipe: Any, capacity: int = 64) -> None:
     latents from the embeddings, so float32 embeddings keep the latents float32 from the first
     step; the denoiser's hook casts them back without loss.
     """
-    original = pipe.encode_prompt
+    original = getattr(pipe, "encode_prompt", None)
+    if original is None:
+        return
     known: dict[Any, Any] = {}
 
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
+        if not _is_plain([*args, *kwargs.values()]):
             return _widen(original(*args, **kwargs))
         key = repr((args, sorted(kwargs.items())))
         if key not in known:
@@ -153,6 +221,14 @@ def _first_floating(output: Any) -> Tensor | list[Tensor] | None:
     return None
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether the `repr` says all there is to know (a picture's or a long tensor's does not)."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(v) for v in value)
+    known = (str, int, float, bool, type(None), torch.device, torch.dtype)
+    return isinstance(value, known)
+
+
 def _widen(value: Any) -> Any:
     if isinstance(value, Tensor):
         if not value.is_floating_point():
@@ -164,10 +240,13 @@ def _widen(value: Any) -> Any:
 
 
 def decode_in_own_dtype(pipe: Any) -> None:
-    """Let `pipe.vae.decode` take float32 latents, whatever dtype the VAE has."""
-    vae = getattr(pipe, "vae", None)
-    if vae is None:
-        return
+    """Let every component that decodes take float32 latents, whatever dtype it has."""
+    for component in pipe.components.values():
+        if isinstance(component, nn.Module) and hasattr(component, "decode"):
+            _decode_in_own_dtype(pipe, component)
+
+
+def _decode_in_own_dtype(pipe: Any, vae: Any) -> None:
     original = vae.decode
 
     def decode(z: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -184,12 +263,3 @@ def _send_back(pipe: Any) -> None:
     for component in pipe.components.values():
         if hasattr(component, "_hf_hook"):
             component.to("cpu")
-
-
-def main_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype most of a network's own weights have (adapters and a few norms may differ)."""
-    counts: dict[torch.dtype, int] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.is_floating_point() and "lora_" not in name:
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    return max(counts, key=lambda dtype: counts[dtype])

@@ -7,58 +7,33 @@ model; what differs between models is the pipeline's business.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .capture import Capture
+from .components import StandIn, denoisers
 from .data import Rollout, SampleKey, Transition
 from .errors import LeanError, problem
 from .guard import Guard
-from .kernels import Kernel, kl_to_reference, make_kernel, stds
+from .hook import DenoiserHook
+from .kernels import Kernel, kl_to_reference, make_kernel
 from .noise import INITIAL, normal
-from .pipeline import arguments, decode_in_own_dtype, main_dtype, remember_prompts
-from .stochastic import Tape, make_stochastic
+from .pipeline import (
+    Sampling,
+    arguments,
+    as_tensor,
+    decode_in_own_dtype,
+    generators,
+    remember_prompts,
+)
+from .planning import Plan, check_memory, make_plan
+from .stochastic import Finished, Tape, make_stochastic, require_density
 from .stopwatch import Stopwatch
-
-DENOISERS = ("transformer", "transformer_2", "unet")
-"""Component names under which diffusers keeps the network that is called once per step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the pipeline is called. `call` holds further keyword arguments of its `__call__`.
-
-    `sigmas`: "pipeline" (whatever pipeline and scheduler make of `steps`), "linear"
-    (linspace(1, 1/T, T) before the shift), or T explicit floats.
-    """
-
-    steps: int
-    guidance: float | None = None
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    negative_prompt: str | None = None
-    sigmas: str | tuple[float, ...] = "pipeline"
-    call: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a first, empty run of the pipeline told: `shape` of one sample's latent (without B),
-    the scheduler's `table` `(T+1,)` (sigmas, or cumulated alphas), the `timesteps` `(T,)` the
-    network sees and the `std` `(T,)` of every transition."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    table: Tensor
-    timesteps: Tensor
-    std: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +72,18 @@ class Policy:
             previous.detach()
         self.pipe, self.seed, self.watch = pipe, seed, watch or Stopwatch()
         self.kl_form = kl_form
-        self.names = [n for n in DENOISERS if isinstance(getattr(pipe, n, None), nn.Module)]
+        self.names = list(denoisers(pipe))
         if not self.names:
             raise LeanError(
-                f"{type(pipe).__name__} has no denoiser: looked for {', '.join(DENOISERS)}."
+                f"{type(pipe).__name__} has no denoiser: none of its components "
+                f"({', '.join(pipe.components)}) is a network that takes a timestep."
             )
+        if not hasattr(pipe, "scheduler"):
+            raise LeanError(
+                f"{type(pipe).__name__} has no scheduler of its own: its loops are those of other "
+                "pipelines. Use the one whose model is to be trained."
+            )
+        require_density(pipe.scheduler)
         self.original_scheduler = pipe.scheduler
         config = pipe.scheduler.config
         self.kernel: Kernel = make_kernel(
@@ -114,6 +96,7 @@ class Policy:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self.on_call: Callable[[str, int], None] | None = None
         self._schedulers: dict[Any, Any] = {}
+        self._shapes: dict[Any, Any] = {}
         self._reference = dict(reference) if reference else None
         self.dtype = dtype
         self._freeze_the_rest()
@@ -124,7 +107,7 @@ class Policy:
         networks += [(f"reference {n}", m) for n, m in (self._reference or {}).items()]
         for name, module in networks:
             module.eval()  # dropout off; nothing else in a denoiser depends on the mode
-            hook = _DenoiserHook(self, name, module)
+            hook = DenoiserHook(self, name, module)
             self._hooks.append(
                 module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             )
@@ -134,6 +117,7 @@ class Policy:
         pipe._leangrpo = self
         self.sampling = sampling
         self.plan(sampling)
+        check_memory(self)
 
     def detach(self) -> None:
         """Give the pipeline back as it was: its scheduler, its encoder and decoder, no hooks."""
@@ -141,8 +125,9 @@ class Policy:
         for hook in self._hooks:
             hook.remove()
         self.pipe.__dict__.pop("encode_prompt", None)
-        if vae := getattr(self.pipe, "vae", None):
-            vae.__dict__.pop("decode", None)
+        for component in self.pipe.components.values():
+            if isinstance(component, nn.Module):
+                component.__dict__.pop("decode", None)
         self.pipe._leangrpo = None
 
     @property
@@ -155,6 +140,14 @@ class Policy:
         """Counts the changes of the weights; see `guard`."""
         return self.guard.version
 
+    def trained(self) -> set[str]:
+        """The names of the denoisers of which something is trained."""
+        return {name.split(".")[0] for name, _ in self.named_parameters()}
+
+    def all_trained(self) -> bool:
+        """Whether every denoiser is trained (or none, where a policy only samples)."""
+        return not self.trained() or self.trained() == set(self.names)
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trainable parameters with the denoiser's name in front: `transformer.proj_out.weight`."""
         for name, module in zip(self.names, self.denoisers, strict=True):
@@ -163,37 +156,14 @@ class Policy:
                     yield f"{name}.{key}", parameter
 
     def plan(self, sampling: Sampling | None = None) -> Plan:
-        """Table, latent shape and stds of a way of sampling, from one denoiser forward; remembered.
+        """Table, latent shape and stds of a way of sampling, from some denoiser forwards; kept.
 
         Raises LeanError when the pipeline cannot be called so, or never calls `scheduler.step`.
         """
         sampling = sampling or self.sampling
         key = _hashable(sampling)
         if key not in self._plans:
-            tape = Tape(span=(0, 1))
-            generator = torch.Generator().manual_seed(0)
-            self._call(sampling, tape, ("",), output_type="latent", generator=generator)
-            if tape.shape is None:
-                raise LeanError(
-                    f"{type(self.pipe).__name__} never called scheduler.step(): its loop does not "
-                    "go through the scheduler, so there is no transition to sample."
-                )
-            scheduler = self.pipe.scheduler
-            table = scheduler.table
-            repeats = self.kernel.family == "flow" and bool((table[1:] == table[:-1]).any())
-            if repeats or not torch.isfinite(table).all():
-                raise LeanError(
-                    f"The scheduler's table for sampling.steps={sampling.steps} repeats a value or "
-                    f"is not finite ({[round(v, 4) for v in table.tolist()]}): such a step has no "
-                    "density. Choose other sampling.steps or sampling.sigmas."
-                )
-            self._plans[key] = Plan(
-                shape=tape.shape[1:],
-                dtype=torch.promote_types(main_dtype(self.denoisers[0]), torch.float32),
-                table=table,
-                timesteps=scheduler.full_timesteps.cpu(),
-                std=stds(self.kernel, table),
-            )
+            self._plans[key] = make_plan(self, sampling)
         return self._plans[key]
 
     def sample(
@@ -230,6 +200,9 @@ class Policy:
         for i in selected:
             if not 0 <= i < len(std):
                 raise problem("selected", i, f"the sampler has the steps 0 to {len(std) - 1}")
+            if std[i] <= 0 and plan.served and plan.served[i]:
+                who = ", ".join(plan.served[i])
+                raise problem("selected", i, f"only {who} works at this step, which is frozen")
             if std[i] <= 0 or i not in noisy:
                 raise problem(
                     "selected", i, "this step adds no noise, so it has no log-probability"
@@ -251,23 +224,25 @@ class Policy:
             sink=on_transition or taken.append,
             last_step=lambda: self.watch.switch("decode"),
             capture=capture if grad and len(keys) > 1 else None,
+            begin=plan.begin,
+            voices=plan.voices,
+            same_start=same_noise,
         )
-        if prefix is None:
-            latents = self._noise(tape.keys, plan, same=same_noise)
-        else:
+        latents = self.initial_noise(tape, plan)
+        if prefix is not None:
             if any(i < prefix.step for i in noisy):
                 raise problem(
                     "noisy", sorted(noisy), f"the prefix has run steps 0 to {prefix.step - 1}"
                 )
-            latents = prefix.latents.expand(len(keys), *plan.shape).contiguous()
-            tape.span, tape.latents = (prefix.step, len(std)), latents
+            stored = prefix.latents.expand(len(keys), *prefix.latents.shape[1:]).contiguous()
+            tape.latents, tape.at, tape.same_start = stored, prefix.step, True
         with self.watch.stage("rollout"), tape.capture or nullcontext():
-            output = self._call(
-                sampling, tape, prompts, latents=latents, output_type="pt" if decode else "latent"
+            output = self._go(
+                sampling, tape, latents=latents, output_type="pt" if decode else "latent"
             )
-        final = self.pipe.scheduler._emitted
-        images = output.detach().to("cpu", torch.float32) if decode else None
-        return Rollout(tape.keys, tape.prompts, images, final, tuple(taken))
+        assert tape.final is not None
+        images = as_tensor(output) if decode else None
+        return Rollout(tape.keys, tape.prompts, images, tape.final, tuple(taken))
 
     def prefix(self, prompt: str, key: SampleKey, step: int) -> Prefix:
         """Run the deterministic steps [0, `step`) that all generations of a prompt share, once.
@@ -277,29 +252,55 @@ class Policy:
         bitwise what it would have been; in larger forwards the matrix kernels round otherwise.
         """
         plan = self.plan()
-        tape = Tape(keys=(key,), prompts=(prompt,), seed=self.seed, span=(0, step))
-        latents = self._noise(tape.keys, plan, same=True)
+        tape = Tape(
+            keys=(key,),
+            prompts=(prompt,),
+            seed=self.seed,
+            stop=step,
+            begin=plan.begin,
+            voices=plan.voices,
+            same_start=True,
+        )
         with self.watch.stage("rollout"):
-            self._call(self.sampling, tape, tape.prompts, latents=latents, output_type="latent")
-        return Prefix(step, self.pipe.scheduler._emitted)
+            latents = self.initial_noise(tape, plan)
+            self._go(self.sampling, tape, latents=latents, output_type="latent")
+        assert tape.state is not None
+        return Prefix(step, tape.state)
 
-    def _noise(self, keys: Sequence[SampleKey], plan: Plan, *, same: bool) -> Tensor:
-        """The noise trajectories start from; with `same` that of generation 0 for the group."""
-        own = [key._replace(generation=0) for key in keys] if same else keys
-        like = torch.empty(0, dtype=plan.dtype, device=self._device)
-        return normal(self.seed, own, INITIAL, plan.shape, like=like)
+    def initial_noise(self, tape: Tape, plan: Plan) -> Tensor | None:
+        """The noise trajectories start from, None where the pipeline draws it."""
+        if not plan.direct:
+            return None
+        like = torch.empty(0, dtype=plan.dtype, device=self.device)
+        return normal(self.seed, _start_keys(tape), INITIAL, plan.shape, like=like)
+
+    def _go(
+        self, sampling: Sampling, tape: Tape, *, latents: Tensor | None, output_type: str
+    ) -> Any:
+        """`_call`, from the tape's latents where it has any, in the way the pipeline allows."""
+        plan = self.plan(sampling)
+        if tape.latents is None:
+            return self.call(sampling, tape, latents=latents, output_type=output_type)
+        if plan.direct:
+            tape.span = (tape.at, len(plan.std))
+            return self.call(sampling, tape, latents=tape.latents, output_type=output_type)
+        with self._stand_ins(tape):
+            return self.call(sampling, tape, output_type=output_type)
 
     def replay(self, transition: Transition, *, grad: bool = True) -> Transition:
         """The same transition again under the current weights, with gradients unless `grad=False`.
 
         Bitwise the rollout's log-probability while the weights are the same: the pipeline is
-        called for that one step, from the stored z_t, and the stored z_{t-1} is scored.
+        called for that one step, from the stored z_t, and the stored z_{t-1} is scored. A pipeline
+        that does not take its latents as an argument is run from its start, with stand-ins for the
+        denoisers until the step is reached.
         """
         t = transition
         if t.latents is None or t.next_latents is None:
             raise LeanError(f"Step {t.step} holds no latents to replay: it was not sampled here.")
         keys = tuple(k if isinstance(k, SampleKey) else SampleKey(0, 0, 0) for k in t.keys)
         taken: list[Transition] = []
+        plan = self.plan()
         tape = Tape(
             keys=keys,
             prompts=t.prompts,
@@ -307,17 +308,32 @@ class Policy:
             selected=frozenset([t.step]),
             noisy=frozenset([t.step]),
             grad=grad,
-            span=(t.step, t.step + 1),
+            begin=plan.begin,
+            voices=plan.voices,
             latents=t.latents,
             next_latents=t.next_latents,
+            at=t.step,
+            stop=t.step + 1,
+            same_start=t.same_start,
             version=self.version,
             sink=taken.append,
         )
-        self._call(self.sampling, tape, t.prompts, latents=t.latents, output_type="latent")
+        self._go(self.sampling, tape, latents=None, output_type="latent")
         (new,) = taken
         if t.kl is not None:
             new.kl = self._divergence(new, t)
         return new
+
+    @contextmanager
+    def _stand_ins(self, tape: Tape) -> Iterator[None]:
+        """Inside, the denoisers work from the step on that the tape has the latents of."""
+        networks = {name: getattr(self.pipe, name) for name in self.names}
+        for name, network in networks.items():
+            self.pipe.__dict__[name] = StandIn(network, lambda: tape.cursor < tape.at, self._shapes)
+        try:
+            yield
+        finally:
+            self.pipe.__dict__.update(networks)
 
     def with_kl(self, transition: Transition) -> Transition:
         """Attach the divergence from the reference policy `(B,)`, with the graph the mean has.
@@ -342,7 +358,8 @@ class Policy:
     def reference(self) -> Iterator[None]:
         """Inside, the pipeline runs the reference policy; what is trainable is the same after."""
         trainable = [[p.requires_grad for p in module.parameters()] for module in self.denoisers]
-        if self._reference is None and not any(_adapter_layers(m) for m in self.denoisers):
+        adapted = [module for module in self.denoisers if _adapter_layers(module)]
+        if self._reference is None and not adapted:
             raise LeanError(
                 "There is no reference policy: pass Policy(reference=copy_denoisers(pipe))."
             )
@@ -350,7 +367,7 @@ class Policy:
             for name, module in self._reference.items():
                 setattr(self.pipe, name, module)
         else:
-            for module in self.denoisers:
+            for module in adapted:
                 module.disable_adapters()
         try:
             yield
@@ -358,13 +375,13 @@ class Policy:
             for name, module, flags in zip(self.names, self.denoisers, trainable, strict=True):
                 if self._reference is not None:
                     setattr(self.pipe, name, module)
-                else:
+                elif module in adapted:
                     module.enable_adapters()
                 for parameter, flag in zip(module.parameters(), flags, strict=True):
                     parameter.requires_grad_(flag)  # PEFT turns frozen adapters trainable here
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         parameter: Tensor = next(self.denoisers[0].parameters())
         return parameter.device
 
@@ -373,8 +390,20 @@ class Policy:
             if isinstance(component, nn.Module) and name not in self.names:
                 component.requires_grad_(False)
 
-    def _call(self, sampling: Sampling, tape: Tape, prompts: Sequence[str], **kwargs: Any) -> Any:
-        """The pipeline's own call with the tape in its scheduler; returns its first output."""
+    def call(
+        self,
+        sampling: Sampling,
+        tape: Tape,
+        *,
+        output_type: str,
+        latents: Tensor | None = None,
+    ) -> Any:
+        """The pipeline's own call with the tape in its scheduler; returns its first output.
+
+        What the pipeline draws itself (its start, a picture's code) it draws with the generators
+        of the samples, or torch's own seeded by the first, so that it draws the same again.
+        """
+        prompts = tape.prompts or ("",)
         rule = sampling.sigmas
         if rule not in self._schedulers:
             self._schedulers[rule] = make_stochastic(self.original_scheduler, self.kernel, rule)
@@ -382,55 +411,39 @@ class Policy:
         if self.pipe.scheduler is not scheduler:
             self.pipe.scheduler = scheduler
         scheduler.tape, self._tape = tape, tape
+        options = {
+            "latents": None if latents is None else latents.clone(),  # some write into it
+            "output_type": output_type,
+            "generator": generators(self.seed, _start_keys(tape)),
+            "return_dict": False,
+        }
+        first = options["generator"]
+        first = first[0] if isinstance(first, list) else first
+        devices = [self.device] if self.device.type == "cuda" else []
         try:
-            output = self.pipe(**arguments(self.pipe, sampling, prompts), **kwargs)
+            with torch.random.fork_rng(devices):
+                torch.manual_seed(first.initial_seed())
+                output = self.pipe(**arguments(self.pipe, sampling, prompts, options))
+        except Finished:
+            return None
+        except (ValueError, TypeError, IndexError, AssertionError, RuntimeError) as error:
+            if isinstance(error, (LeanError, torch.OutOfMemoryError)) or len(prompts) < 2:
+                raise
+            raise LeanError(
+                f"{type(self.pipe).__name__} cannot be called with {len(prompts)} prompts at once "
+                f"({type(error).__name__}: {error}). Use rollout.micro_batch=1."
+            ) from error
         finally:
             scheduler.tape = None
+            if tape.planning:
+                tape.count()
         return output[0]
 
 
-class _DenoiserHook:
-    """Before every denoiser call: gradients on for a selected step, inputs in the network's dtype.
-
-    `Policy.on_call(name, step)`, where set, is told. Installed first (`prepend`), so that a sharded
-    module finds gradients on when it prepares its own backward. Timesteps, guidance and position
-    ids keep the precision the pipeline gave them: rounded to 16 bits they would be other numbers
-    (978.26 becomes 980).
-    """
-
-    def __init__(self, policy: Policy, name: str, module: nn.Module) -> None:
-        self.policy, self.name = policy, name
-        self.dtype = policy.dtype or main_dtype(module)
-        self.names = list(inspect.signature(module.forward).parameters)
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        scheduler = self.policy.pipe.scheduler
-        tape = getattr(scheduler, "tape", None)
-        if tape is not None:
-            torch.set_grad_enabled(tape.grad and scheduler.cursor in tape.selected)
-            if self.policy.on_call is not None:
-                self.policy.on_call(self.name, scheduler.cursor)
-        args = tuple(self._cast(n, a) for n, a in zip(self.names, args, strict=False))
-        kwargs = {name: self._cast(name, value) for name, value in kwargs.items()}
-        if tape is not None and tape.capture is not None:
-            first = args[0] if args else kwargs[self.names[0]]
-            tape.capture.rows = len(first)
-        return args, kwargs
-
-    def _cast(self, name: str, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            exact = name in _EXACT or name.endswith("ids") or not value.is_floating_point()
-            return value if exact else value.to(self.dtype)
-        if isinstance(value, list) and value and isinstance(value[0], Tensor):
-            return [self._cast(name, v) for v in value]
-        if isinstance(value, dict):
-            return {key: self._cast(key, v) for key, v in value.items()}
-        return value
-
-
-_EXACT = frozenset({"timestep", "timesteps", "t", "guidance", "image_rotary_emb", "freqs"})
+def _start_keys(tape: Tape) -> list[SampleKey]:
+    """Whose noise the trajectories start from: their own, or that of generation 0 for the group."""
+    keys = list(tape.keys) or [SampleKey(0, 0, 0)]
+    return [key._replace(generation=0) for key in keys] if tape.same_start else keys
 
 
 def _adapter_layers(module: nn.Module) -> bool:

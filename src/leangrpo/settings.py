@@ -79,6 +79,12 @@ class Model(Settings):
         "full", description="train every weight of the denoiser, or adapters on its layers"
     )
     lora: Lora = Field(Lora(), description="the adapters")
+    denoisers: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        description="names of the denoisers that are trained (Wan 2.2: transformer, "
+        "transformer_2), the others stay frozen; null = all",
+    )
     offload: bool = Field(
         False, description="text encoders and VAE wait in the host's memory while they are not used"
     )

@@ -13,6 +13,7 @@ import torch
 from . import checkpoint
 from .checks import check
 from .collectives import Collectives
+from .components import denoisers
 from .config import Config, config_hash, differences, load_config, read_prompts, to_yaml
 from .credit import Credit, step_weights
 from .ema import Ema
@@ -20,9 +21,10 @@ from .errors import LeanError, problem
 from .gradients import Gradients
 from .launch import resume_command
 from .layout import Layout, classic_layout, shared_layout
-from .loading import copy_denoisers, denoisers, load_pipeline, make_trainable, place
+from .loading import copy_denoisers, load_pipeline, make_trainable, place
 from .parallel import World, join, make_gradients, shard_denoiser
-from .policy import Policy, Sampling
+from .pipeline import Sampling
+from .policy import Policy
 from .report import Onlooker, RunRecord
 from .rewards import Scorer
 from .runfolder import run_folder
@@ -261,10 +263,11 @@ def make_policy(
         targets=m.lora.targets,
         seed=config.seed,
         activation_checkpointing=m.activation_checkpointing,
+        only=m.denoisers,
     )
     sampling = Sampling(**config.sampling.model_dump())
     copied = config.objective.needs_reference and m.train == "full"
-    reference = copy_denoisers(pipe) if copied else None
+    reference = copy_denoisers(pipe, m.denoisers) if copied else None
     if sharded:
         assert world is not None
         reduce = getattr(torch, config.parallel.reduce_dtype)
