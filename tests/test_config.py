@@ -433,6 +433,28 @@ def test_unreadable_sources(tmp_path: Path) -> None:
             "rewards.1.name=ocr_log_prob",
             "`rewards.1.name` is 'ocr_log_prob': it is listed twice.",
         ),
+        (
+            "sampling.flash.ratio=0.4 selection.rule=window selection.size=2",
+            "`sampling.flash.ratio` is 0.4: it saves deterministic steps, and selection.outside "
+            "is stochastic. Set selection.outside=deterministic.",
+        ),
+        (
+            "sampling.flash.ratio=0.4 selection.outside=deterministic",
+            "`sampling.flash.ratio` is 0.4: it saves steps outside one window, which rule random "
+            "does not make. Set selection.rule=window.",
+        ),
+        (
+            "sampling.flash.ratio=0.4 selection.outside=deterministic selection.rule=list "
+            "selection.steps=[4,2]",
+            "`sampling.flash.ratio` is 0.4: it saves steps outside one window, which steps [2, 4] "
+            "do not make. List steps in a row.",
+        ),
+        (
+            "sampling.flash.ratio=0.4 selection.outside=deterministic selection.rule=fraction "
+            "kernel.name=ddim",
+            "`sampling.flash.ratio` is 0.4: it needs a kernel of flow matching, and kernel.name "
+            "is ddim. Set it to null.",
+        ),
         ("rewards.0.weight=0", "`rewards` is ['ocr_log_prob']: every weight is 0."),
         (
             "rewards.0.name=no_such_module:score",
@@ -465,6 +487,10 @@ def test_refused_by_check(overrides: str, line: str, prompts: list[str]) -> None
         "selection.rule=list selection.steps=[0,9]",
         "selection.rule=window selection.size=3 selection.range=[0,3]",
         "selection.last=true sampling.steps=1",
+        "sampling.flash.ratio=0.4 selection.rule=window selection.size=2 "
+        "selection.outside=deterministic",
+        "sampling.flash.ratio=1 selection.rule=list selection.steps=[3,2] "
+        "selection.outside=deterministic",
         "rollout.micro_batch=4 schedule=retain",
         "kernel.name=flow_sde_wan kernel.noise_level=null",
         "model.pipeline=someone/some-model.v1",

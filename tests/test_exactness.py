@@ -25,12 +25,14 @@ from leangrpo.loading import make_trainable
 from leangrpo.oracle import float64_throughout, oracle_gradient
 from leangrpo.policy import Policy, Sampling
 from leangrpo.schedules import Native, Retain, Reweight
+from leangrpo.solver import Flash, num_steps
 
 BUILD = {"sd3": tiny.tiny_sd3, "flux": tiny.tiny_flux, "wan": tiny.tiny_wan, "sd": tiny.tiny_sd}
 KERNEL = {"sd3": "flow_sde", "flux": "flow_cps", "wan": "dance_sde", "sd": "ddim"}
 LEVEL = {"flow_sde": 0.7, "flow_cps": 0.8, "dance_sde": 0.3, "ddim": 1.0}
 DTYPE = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}
 STEPS, SELECTED, GENERATIONS = 4, (0, 2), 3
+FLASH_STEPS, FLASH_SELECTED, FLASH_WINDOW = 10, (2, 4), (2, 3, 4)
 ADVANTAGES = (0.7, -1.9, 1.2)
 PROMPT = "a red cube"
 
@@ -56,20 +58,27 @@ def call_of(name: str, guided: bool) -> dict[str, Any]:
     return {**size, "guidance_scale": 4.0 if guided else 1.0}
 
 
-def make_policy(pipe: Any, name: str, guided: bool) -> Policy:
+def make_policy(pipe: Any, name: str, guided: bool, flash: Flash | None = None) -> Policy:
     kernel = KERNEL[name]
     call = call_of(name, guided)
     guidance, negative = call.pop("guidance_scale"), call.pop("negative_prompt", None)
-    sampling = Sampling(STEPS, guidance=guidance, negative_prompt=negative, call=call)
+    sampling = Sampling(
+        FLASH_STEPS if flash else STEPS,
+        guidance=guidance,
+        negative_prompt=negative,
+        call=call,
+        flash=flash,
+    )
     return Policy(pipe, sampling, kernel=kernel, noise_level=LEVEL[kernel], seed=5)
 
 
 def update(kind: type, name: str, train: str, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
     """One optimizer update from the same start; everything that must agree afterwards."""
     batch = options.pop("batch", 1)
-    guided = options.pop("guided", False)
+    guided, flash = options.pop("guided", False), options.pop("flash", None)
+    selected, noisy = (FLASH_SELECTED, FLASH_WINDOW) if flash else (SELECTED, None)
     pipe = pipeline(name, train, dtype, **options)
-    policy = make_policy(pipe, name, guided)
+    policy = make_policy(pipe, name, guided, flash)
     calls = []
     for module in policy.denoisers:
         module.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -89,8 +98,8 @@ def update(kind: type, name: str, train: str, dtype: torch.dtype, **options: Any
     for g in range(0, GENERATIONS, batch):
         some = keys[g : g + batch]
         rollout = policy.sample(
-            [PROMPT] * len(some), some, selected=SELECTED, grad=schedule.needs_graph,
-            decode=False, on_transition=take, capture=schedule.capture,
+            [PROMPT] * len(some), some, selected=selected, noisy=noisy,
+            grad=schedule.needs_graph, decode=False, on_transition=take, capture=schedule.capture,
         )  # fmt: skip
         latents.append(rollout.latents)
     schedule.advantages(dict(zip(keys, ADVANTAGES, strict=True)))
@@ -195,7 +204,14 @@ def test_a_gradient_that_cannot_be_split_is_refused(name) -> None:
         update(Reweight, name, "full", torch.float32, batch=3)
 
 
-def oracle(name: str, train: str, guided: bool, transitions: list[Transition], dtype: torch.dtype):
+def oracle(
+    name: str,
+    train: str,
+    guided: bool,
+    transitions: list[Transition],
+    dtype: torch.dtype,
+    steps: int = STEPS,
+):
     pipe = pipeline(name, train, torch.bfloat16 if dtype is torch.bfloat16 else dtype)
     wide = torch.promote_types(dtype, torch.float32)
     pipe = pipe.to(wide)  # a bfloat16 model's weights, in float32 arithmetic
@@ -208,7 +224,7 @@ def oracle(name: str, train: str, guided: bool, transitions: list[Transition], d
         {SampleKey(0, 0, g): a for g, a in enumerate(ADVANTAGES)},
         kernel=KERNEL[name],
         noise_level=LEVEL[KERNEL[name]],
-        call={"num_inference_steps": STEPS, **call_of(name, guided)},
+        call={"num_inference_steps": steps, **call_of(name, guided)},
         on_policy=dtype is torch.bfloat16,  # scored in bfloat16, the ratio would not be 1
     )
 
@@ -236,6 +252,34 @@ def oracle_of(name: str, train: str, guided: bool) -> tuple[list[Transition], di
     sampled = native(name, train, torch.float64, guided=guided, checkpointing=False)["transitions"]
     with float64_throughout():
         return sampled, oracle(name, train, guided, sampled, torch.float64)
+
+
+@pytest.mark.parametrize("where", ["after", "around"])
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_with_fewer_steps_outside_the_window(name, where) -> None:
+    """Compressed rollouts: the same claims, and the oracle's gradient, which knows no compression.
+
+    A transition of the window is one of the sampler of all steps, so that is what scores it.
+    """
+    flash = Flash(0.6, where=where)
+    total = num_steps(FLASH_STEPS, FLASH_WINDOW[0], FLASH_WINDOW[-1] + 1, flash)
+    assert total == {"after": 7, "around": 6}[where]
+    options = {"guided": True, "flash": flash}
+    per_step = 2 if name == "flux" else 1
+    expected = native(name, "full", torch.float32, **options)
+    retain = update(Retain, name, "full", torch.float32, **options)
+    assert_same(retain, expected)
+    assert expected["statistics"].ratio_error == 0.0
+    assert retain["calls"] == per_step * GENERATIONS * total
+    assert expected["calls"] == per_step * GENERATIONS * (total + len(FLASH_SELECTED))
+    expected = native(name, "full", torch.float64, **options)
+    with float64_throughout():
+        reweight = update(Reweight, name, "full", torch.float64, **options)
+        transitions = expected["transitions"]
+        truth = oracle(name, "full", True, transitions, torch.float64, steps=FLASH_STEPS)
+    assert torch.equal(expected["latents"], reweight["latents"])
+    assert relative(reweight["gradient"], expected["gradient"]) <= 1e-12
+    assert relative(reweight["gradient"], truth) <= 1e-12
 
 
 @pytest.mark.parametrize("name", BUILD)

@@ -10,10 +10,13 @@ import pytest
 import tiny
 import torch
 
+from leangrpo.config import load_config
 from leangrpo.data import SampleKey
 from leangrpo.errors import LeanError
 from leangrpo.loading import attention_targets, copy_denoisers, make_trainable
-from leangrpo.policy import Policy, Sampling
+from leangrpo.policy import Policy, Prefix, Sampling
+from leangrpo.setup import make_sampling
+from leangrpo.solver import Flash, num_steps
 
 BUILD = {"sd3": tiny.tiny_sd3, "flux": tiny.tiny_flux, "wan": tiny.tiny_wan, "sd": tiny.tiny_sd}
 KERNEL = {"sd3": "flow_sde", "flux": "flow_sde", "wan": "flow_sde", "sd": "ddim"}
@@ -30,8 +33,9 @@ def make(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Polic
     steps = options.pop("steps", STEPS)
     guidance = options.pop("guidance", 4.0)
     sigmas = options.pop("sigmas", "pipeline")
+    flash = options.pop("flash", None)
     options.setdefault("kernel", KERNEL[name])
-    sampling = Sampling(steps, guidance=guidance, sigmas=sigmas, call=call_of(name))
+    sampling = Sampling(steps, guidance=guidance, sigmas=sigmas, call=call_of(name), flash=flash)
     return Policy(pipe, sampling, **{"noise_level": 0.7, **options})
 
 
@@ -304,3 +308,102 @@ def test_a_pipeline_can_be_given_a_new_policy() -> None:
     policy = make("sd3", pipe=pipe, noise_level=0.5)
     assert len(policy.denoisers[0]._forward_pre_hooks) == 1
     assert policy.plan().std[0] == pytest.approx(0.5)
+
+
+FLOW = {
+    "sd3": tiny.tiny_sd3,
+    "flux": tiny.tiny_flux,
+    "wan": tiny.tiny_wan,
+    "unipc": lambda: tiny.tiny_wan(unipc=True),
+}
+WINDOW = [3, 4, 5]
+
+
+def make_flash(name: str, flash: Flash | None, dtype: torch.dtype = torch.float32, **options: Any):
+    pipe = FLOW[name]().to(dtype)
+    return make(name.replace("unipc", "wan"), dtype, pipe=pipe, steps=12, flash=flash, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["after", "around"])
+@pytest.mark.parametrize("name", FLOW)
+def test_flash_evaluates_as_often_as_computed_and_replays_bitwise(name, where, dtype) -> None:
+    flash = Flash(0.4, where=where)
+    policy = make_flash(name, flash, dtype)
+    calls: list[int] = []
+    policy.on_call = lambda _, step: calls.append(step)
+    options = {"selected": WINDOW[::2], "noisy": WINDOW, "grad": True, "decode": False}
+    rollout = sample(policy, KEYS[:2], **options)
+    per_step = 2 if "wan" in type(policy.pipe).__name__.lower() else 1
+    first = 2 if where == "around" else 0
+    assert [s for s in calls[::per_step]] == list(range(first, 7))
+    assert len(calls) == per_step * num_steps(12, 3, 6, flash)
+    assert [t.step for t in rollout.transitions] == WINDOW[::2]
+    for t in rollout.transitions:
+        assert torch.equal(policy.replay(t).log_prob, t.log_prob)
+        assert torch.equal(policy.replay(t, grad=False).log_prob, t.log_prob)
+    calls.clear()
+    policy.replay(rollout.transitions[0])
+    assert set(calls) == {3}
+
+
+@pytest.mark.parametrize("name", FLOW)
+def test_flash_changes_nothing_up_to_the_windows_end(name) -> None:
+    """And nothing at all where no noise is drawn: evaluation takes every step."""
+    options = {"selected": WINDOW, "noisy": WINDOW, "decode": False}
+    full, short = make_flash(name, None), make_flash(name, Flash(0.4))
+    a, b = sample(full, **options), sample(short, **options)
+    for mine, theirs in zip(a.transitions, b.transitions, strict=True):
+        assert torch.equal(mine.latents, theirs.latents)
+        assert torch.equal(mine.next_latents, theirs.next_latents)
+        assert torch.equal(mine.log_prob, theirs.log_prob)
+    assert not torch.allclose(a.latents, b.latents)
+    assert torch.equal(sample(full).images, sample(short).images)
+    for mine, theirs in ((getattr(p.plan(), n) for p in (full, short)) for n in ("table", "std")):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(full.plan().timesteps, short.plan().timesteps)
+
+
+def test_flash_around_keeps_the_windows_noise_and_levels() -> None:
+    """Kernels whose std reads other levels than their own step's take those of all T steps."""
+    policy = make_flash("wan", Flash(0.4, where="around"), kernel="flow_sde_wan", noise_level=None)
+    (t,) = sample(policy, selected=[4], noisy=WINDOW, decode=False).transitions
+    assert float(t.std) == float(policy.plan().std[4])
+
+
+@pytest.mark.parametrize("where", ["after", "around"])
+def test_a_shared_prefix_hands_its_history_on(where) -> None:
+    """Two calls are one trajectory bitwise, and the third order sees steps of the first."""
+    policy = make_flash("sd3", Flash(0.5, order=3, where=where))
+    options = {"selected": [3], "noisy": [3], "decode": False}
+    whole = sample(policy, same_noise=True, **options)
+    prefix = policy.prefix("a red cube", KEYS[0], 3)
+    assert len(prefix.history) == {"after": 3, "around": 1}[where]
+    rest = sample(policy, prefix=prefix, **options)
+    assert torch.equal(rest.transitions[0].latents, whole.transitions[0].latents)
+    assert torch.equal(rest.latents, whole.latents)
+    forgetful = sample(policy, prefix=Prefix(3, prefix.latents), **options)
+    assert not torch.equal(forgetful.latents, whole.latents)
+    with pytest.raises(LeanError, match="begin where the prefix ends"):
+        sample(policy, prefix=prefix, selected=[5], noisy=[5])
+
+
+def test_flash_comes_from_the_settings() -> None:
+    assert make_sampling(load_config(None)).flash is None
+    config = load_config(None, ["sampling.flash.ratio=0.2", "sampling.flash.where=around"])
+    assert make_sampling(config).flash == Flash(0.2, 2, "midpoint", "around")
+
+
+def test_flash_is_refused_where_it_cannot_be() -> None:
+    policy = make_flash("sd3", Flash(0.4))
+    with pytest.raises(LeanError, match=r"`noisy` is \[2, 4\]: .*Make them contiguous"):
+        sample(policy, selected=[4], noisy=[2, 4])
+    with pytest.raises(LeanError, match="needs a kernel of flow matching"):
+        make("sd", flash=Flash(0.4))
+    pipe = tiny.tiny_sd3()
+    pipe.scheduler = type(pipe.scheduler).from_config(
+        pipe.scheduler.config, use_exponential_sigmas=True
+    )
+    with pytest.raises(LeanError, match="moves a level by more than its value"):
+        make("sd3", pipe=pipe, steps=12, flash=Flash(0.4))
+    make("sd3", pipe=pipe, steps=12)

@@ -55,6 +55,7 @@ def check(config: Config, *, resume: bool = False, files: bool = True) -> None:
     groups = (
         _check_steps,
         _check_kernel,
+        _check_flash,
         _check_rollout,
         _check_prefix,
         _check_advantage,
@@ -134,6 +135,25 @@ def _check_kernel(config: Config) -> Iterator[LeanError]:
     if name == "ddim" and config.sampling.sigmas != "pipeline":
         rule = "ddim steps through timesteps and has no sigmas"
         yield problem("sampling.sigmas", config.sampling.sigmas, rule, "Set it to pipeline.")
+
+
+def _check_flash(config: Config) -> Iterator[LeanError]:
+    ratio, selection = config.sampling.flash.ratio, config.selection
+    if ratio is None:
+        return
+    if config.kernel.name == "ddim":
+        rule = "it needs a kernel of flow matching, and kernel.name is ddim"
+        yield problem("sampling.flash.ratio", ratio, rule, "Set it to null.")
+    if selection.outside != "deterministic":
+        rule = "it saves deterministic steps, and selection.outside is stochastic"
+        yield problem("sampling.flash.ratio", ratio, rule, "Set selection.outside=deterministic.")
+    steps = sorted(selection.steps or ())
+    gaps = selection.rule == "list" and any(b - a > 1 for a, b in pairwise(steps))
+    if gaps or selection.rule == "random":
+        which = f"steps {steps}" if gaps else "rule random"
+        rule = f"it saves steps outside one window, which {which} do{'' if gaps else 'es'} not make"
+        remedy = "List steps in a row." if gaps else "Set selection.rule=window."
+        yield problem("sampling.flash.ratio", ratio, rule, remedy)
 
 
 def _check_rollout(config: Config) -> Iterator[LeanError]:

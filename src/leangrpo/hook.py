@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .components import main_dtype
-from .stochastic import Finished, Tape
+from .tape import Finished, Tape
 
 if TYPE_CHECKING:
     from .policy import Policy

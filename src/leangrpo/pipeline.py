@@ -15,6 +15,7 @@ from .components import main_dtype
 from .data import SampleKey
 from .errors import LeanError, problem
 from .noise import INITIAL, generator
+from .solver import Flash
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class Sampling:
     """How the pipeline is called. `call` holds further keyword arguments of its `__call__`.
 
     `sigmas`: "pipeline" (whatever pipeline and scheduler make of `steps`), "linear"
-    (linspace(1, 1/T, T) before the shift), or T explicit floats.
+    (linspace(1, 1/T, T) before the shift), or T explicit floats. `flash` takes fewer steps outside
+    the window of a stochastic trajectory (see `solver`); steps keep their index among all T.
     """
 
     steps: int
@@ -33,6 +35,7 @@ class Sampling:
     negative_prompt: str | None = None
     sigmas: str | tuple[float, ...] = "pipeline"
     call: Mapping[str, Any] = field(default_factory=dict)
+    flash: Flash | None = None
 
 
 def arguments(

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from .components import main_dtype
 from .data import SampleKey, Transition
-from .errors import LeanError
+from .errors import LeanError, problem
 from .kernels import stds
 from .noise import INITIAL, normal
 from .pipeline import Sampling
-from .stochastic import Tape
+from .tape import Tape
 
 if TYPE_CHECKING:
     from .policy import Policy
@@ -67,7 +67,7 @@ def make_plan(policy: Policy, sampling: Sampling) -> Plan:
         for i, names in enumerate(served):
             if not policy.trained() & set(names):
                 std[i] = 0
-    return Plan(
+    plan = Plan(
         shape=shape,
         dtype=torch.promote_types(main_dtype(policy.denoisers[0]), torch.float32),
         table=table,
@@ -78,6 +78,20 @@ def make_plan(policy: Policy, sampling: Sampling) -> Plan:
         direct=tape.voices == 1 and tape.begin == 0 and _starts_from(policy, sampling, shape),
         served=() if policy.all_trained() else served,
     )
+    _check_flash(policy, sampling, plan)
+    return plan
+
+
+def _check_flash(policy: Policy, sampling: Sampling, plan: Plan) -> None:
+    """Refuse now what a pipeline's sampler cannot save steps of."""
+    if sampling.flash is None:
+        return
+    if plan.begin or plan.voices > 1:
+        what = "starts in the middle" if plan.begin else "steps several latents together"
+        rule = f"{type(policy.pipe).__name__} {what}"
+        raise problem("sampling.flash.ratio", sampling.flash.ratio, rule, "Set it to null.")
+    tape = Tape(stop=1, flash=sampling.flash, window=(0, 1))
+    policy.call(sampling, tape, latents=policy.initial_noise(tape, plan), output_type="latent")
 
 
 def _check_table(table: Tensor, flow: bool, steps: int) -> None:

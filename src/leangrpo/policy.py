@@ -32,16 +32,22 @@ from .pipeline import (
     remember_prompts,
 )
 from .planning import Plan, check_memory, make_plan
-from .stochastic import Finished, Tape, make_stochastic, require_density
+from .solver import window
+from .stochastic import make_stochastic, require_density
 from .stopwatch import Stopwatch
+from .tape import Finished, Tape
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Where the trajectories of a group part: the latents `(1, ...)` before step `step`."""
+    """Where the trajectories of a group part: the latents `(1, ...)` before step `step`.
+
+    `history` `(1, ...)` each: what the steps before it predicted, where a solver goes on from it.
+    """
 
     step: int
     latents: Tensor
+    history: tuple[Tensor, ...] = ()
 
 
 class Policy:
@@ -190,7 +196,8 @@ class Policy:
         they go on from where it ends instead of running its steps again.
         `on_transition` takes each transition as it appears, so that its graph can go at once;
         `capture` is on while several samples are sampled together (see `capture`).
-        Raises LeanError for a selected step that does not exist or has no noise.
+        Raises LeanError for a selected step that does not exist or has no noise, and for noisy
+        steps that are no window where `sampling.flash` saves steps outside it.
         """
         sampling = sampling or self.sampling
         plan = self.plan(sampling)
@@ -227,13 +234,13 @@ class Policy:
             begin=plan.begin,
             voices=plan.voices,
             same_start=same_noise,
+            flash=sampling.flash,
+            window=window(noisy, sampling.flash),
         )
         latents = self.initial_noise(tape, plan)
         if prefix is not None:
-            if any(i < prefix.step for i in noisy):
-                raise problem(
-                    "noisy", sorted(noisy), f"the prefix has run steps 0 to {prefix.step - 1}"
-                )
+            _check_prefix(prefix, tape)
+            tape.history = list(prefix.history)
             stored = prefix.latents.expand(len(keys), *prefix.latents.shape[1:]).contiguous()
             tape.latents, tape.at, tape.same_start = stored, prefix.step, True
         with self.watch.stage("rollout"), tape.capture or nullcontext():
@@ -260,12 +267,14 @@ class Policy:
             begin=plan.begin,
             voices=plan.voices,
             same_start=True,
+            flash=self.sampling.flash,
+            window=window([step], self.sampling.flash),  # where it ends makes no difference here
         )
         with self.watch.stage("rollout"):
             latents = self.initial_noise(tape, plan)
             self._go(self.sampling, tape, latents=latents, output_type="latent")
         assert tape.state is not None
-        return Prefix(step, tape.state)
+        return Prefix(step, tape.state, tuple(tape.history))
 
     def initial_noise(self, tape: Tape, plan: Plan) -> Tensor | None:
         """The noise trajectories start from, None where the pipeline draws it."""
@@ -293,7 +302,8 @@ class Policy:
         Bitwise the rollout's log-probability while the weights are the same: the pipeline is
         called for that one step, from the stored z_t, and the stored z_{t-1} is scored. A pipeline
         that does not take its latents as an argument is run from its start, with stand-ins for the
-        denoisers until the step is reached.
+        denoisers until the step is reached. With `sampling.flash` too: a step of the window is the
+        same in the sampler of all T steps.
         """
         t = transition
         if t.latents is None or t.next_latents is None:
@@ -444,6 +454,15 @@ def _start_keys(tape: Tape) -> list[SampleKey]:
     """Whose noise the trajectories start from: their own, or that of generation 0 for the group."""
     keys = list(tape.keys) or [SampleKey(0, 0, 0)]
     return [key._replace(generation=0) for key in keys] if tape.same_start else keys
+
+
+def _check_prefix(prefix: Prefix, tape: Tape) -> None:
+    if any(i < prefix.step for i in tape.noisy):
+        rule = f"the prefix has run steps 0 to {prefix.step - 1}"
+        raise problem("noisy", sorted(tape.noisy), rule)
+    if tape.window and tape.window[0] != prefix.step:
+        rule = "with sampling.flash they must begin where the prefix ends"
+        raise problem("noisy", sorted(tape.noisy), rule, f"It ends before step {prefix.step}.")
 
 
 def _adapter_layers(module: nn.Module) -> bool:

@@ -109,6 +109,25 @@ class Prompts(Settings):
     )
 
 
+class Flash(Settings):
+    """Fewer deterministic steps outside the window of noisy ones (MixGRPO-Flash)."""
+
+    ratio: Float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of the deterministic steps that stay; null = all, by Euler "
+        "(MixGRPO-Flash: 0.4, Flash*: 0.2)",
+    )
+    order: Literal[1, 2, 3] = Field(2, description="of DPM-Solver++ there (MixGRPO-Flash: 2)")
+    kind: Literal["midpoint", "heun"] = Field(
+        "midpoint", description="of its second order (MixGRPO-Flash: midpoint)"
+    )
+    where: Literal["after", "around"] = Field(
+        "after", description="steps after the window (MixGRPO-Flash), or those before it as well"
+    )
+
+
 class Sampling(Settings):
     """What the pipeline is called with."""
 
@@ -126,6 +145,7 @@ class Sampling(Settings):
         "or a list of T falling numbers in (0, 1]",
     )
     call: dict[str, Any] = Field({}, description="further keyword arguments of the pipeline's call")
+    flash: Flash = Field(Flash(), description="fewer deterministic steps")
 
 
 class Kernel(Settings):

@@ -30,6 +30,7 @@ from .rewards import Scorer
 from .runfolder import run_folder
 from .schedules import Native, Retain, Reweight, Schedule
 from .selection import Selection, select
+from .solver import Flash, num_steps
 from .stopwatch import Stopwatch
 from .value import Critic
 
@@ -213,7 +214,7 @@ def make_order(policy: Policy, world: World) -> Collectives:
 def plan_text(s: Setup) -> str:
     """One line on what an update samples, trains and steps, and on which ranks."""
     r, p, layout = s.config.rollout, s.config.parallel, s.layout
-    trained = len(select(s.config.selection, s.stds, seed=s.config.seed, update=0).selected)
+    steps_of_first = select(s.config.selection, s.stds, seed=s.config.seed, update=0)
     steps = r.parts * r.epochs
     text = f"{r.prompts} prompts x {r.generations} generations an update"
     if s.world.size > 1:
@@ -224,7 +225,12 @@ def plan_text(s: Setup) -> str:
             f"{layout.held} generations each; {weights}; gradients added every {p.sync})"
         )
     text += f", up to {min(r.micro_batch, layout.held)} a forward; "
-    text += f"{trained} of {s.config.sampling.steps} steps trained; "
+    total = s.config.sampling.steps
+    text += f"{len(steps_of_first.selected)} of {total} steps trained"
+    if flash := s.policy.sampling.flash:
+        start, stop = steps_of_first.stochastic[0], steps_of_first.stochastic[-1] + 1
+        text += f" ({num_steps(total, start, stop, flash)} run at first)"
+    text += "; "
     lean = s.schedule.needs_graph
     if steps == 1:
         return f"{text}1 optimizer step, on-policy{', no second forward' if lean else ''}"
@@ -237,6 +243,13 @@ def make_layout(config: Config, world: World) -> Layout:
     make = shared_layout if config.parallel.layout == "shared" else classic_layout
     r = config.rollout
     return make(r.prompts // r.parts, r.generations, world.size, r.micro_batch)
+
+
+def make_sampling(config: Config) -> Sampling:
+    """The `sampling` settings as the policy takes them."""
+    options = config.sampling.model_dump()
+    flash = options.pop("flash")
+    return Sampling(**options, flash=Flash(**flash) if flash["ratio"] is not None else None)
 
 
 def make_policy(
@@ -265,7 +278,7 @@ def make_policy(
         activation_checkpointing=m.activation_checkpointing,
         only=m.denoisers,
     )
-    sampling = Sampling(**config.sampling.model_dump())
+    sampling = make_sampling(config)
     copied = config.objective.needs_reference and m.train == "full"
     reference = copy_denoisers(pipe, m.denoisers) if copied else None
     if sharded:

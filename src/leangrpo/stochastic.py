@@ -13,9 +13,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,88 +22,12 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
-from .capture import Capture
-from .data import SampleKey, Transition
+from .data import Transition
 from .errors import LeanError, problem
 from .kernels import Kernel, Step
 from .noise import normal
-
-
-class Finished(Exception):
-    """Ends a pipeline's call once it has done what it was called for."""
-
-
-class Part(NamedTuple):
-    """What one scheduler's `step` gave to a transition: all of it, where there is one latent."""
-
-    x: Tensor
-    following: Tensor
-    step: Step
-    output: Tensor
-
-
-@dataclass(slots=True)
-class Tape:
-    """What one call of the pipeline is to do and where its transitions go.
-
-    `selected` steps are recorded (with gradients if `grad`), `noisy` steps draw noise and the rest
-    are deterministic. `begin` is the step the pipeline starts at, `voices` the number of latents
-    that step together. `span` restricts the call to the steps [start, stop), and `stop` ends it
-    there, before anything is decoded. `latents` `(B, ...)` are those before step `at`: until then
-    they are handed on as they are. For a replay, `next_latents` is the other end of the stored
-    transition, which is scored, not drawn. `same_start`: see `Policy.sample`. `capture` is told the
-    batch of every denoiser call. A `planning` call finds out `begin` and `voices`, and the
-    denoisers of each step (`calls`); with `given` `(B, ...)` it ends by telling whether that is
-    where the loop started.
-    """
-
-    keys: tuple[SampleKey, ...] = ()
-    prompts: tuple[str, ...] = ()
-    seed: int = 0
-    selected: frozenset[int] = frozenset()
-    noisy: frozenset[int] = frozenset()
-    grad: bool = False
-    span: tuple[int, int] | None = None
-    latents: Tensor | None = None
-    at: int = 0
-    next_latents: Tensor | None = None
-    version: int = 0
-    sink: Callable[[Transition], None] | None = None
-    last_step: Callable[[], None] | None = None
-    capture: Capture | None = None
-    stop: int | None = None
-    same_start: bool = False
-    begin: int = 0
-    voices: int = 1
-    planning: bool = False
-    calls: dict[int, dict[str, None]] = field(default_factory=dict, init=False)
-    given: Tensor | None = None
-    taken_as_given: bool = field(default=False, init=False)
-    cursor: int = field(default=0, init=False)
-    copies: int = field(default=0, init=False)
-    copied: bool = field(default=False, init=False)
-    started: bool = field(default=False, init=False)
-    over: bool = field(default=False, init=False)
-    parts: list[Part] = field(default_factory=list, init=False)
-    state: Tensor | None = field(default=None, init=False)
-    final: Tensor | None = field(default=None, init=False)
-    shape: tuple[int, ...] | None = field(default=None, init=False)
-
-    def count(self) -> None:
-        """Planning: how many latents have stepped together, and their shape as one."""
-        if len(self.parts) >= self.voices:
-            self.voices = len(self.parts)
-        if self.voices > 1 and self.parts:
-            self.shape = (1, sum(part.x[0].numel() for part in self.parts))
-
-    def recorded(self) -> bool:
-        """Whether the step underway is one of the selected."""
-        return not self.over and self.cursor in self.selected
-
-    def advance(self) -> None:
-        """The step underway is done, for all its latents."""
-        self.parts.clear()
-        self.cursor += 1
+from .solver import Solver, shorten
+from .tape import Finished, Part, Tape
 
 
 class Stochastic:
@@ -128,6 +51,7 @@ class Stochastic:
     sigmas: Tensor
     _emitted: Tensor | None = None
     _offset: int = 0
+    _solver: Solver | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = type(self).__new__(type(self))
@@ -150,35 +74,53 @@ class Stochastic:
         A second loop of the same call is deterministic and not recorded.
         """
         original = super().set_timesteps  # type: ignore[misc]
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
         if self.sigma_rule != "pipeline":
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
             own = [given[k] for k in ("sigmas", "timesteps") if given.get(k) is not None]
             wanted = len(own[0]) if own else given["num_inference_steps"]  # own table, or a length
             rule = self.sigma_rule
             sigmas = np.linspace(1.0, 1.0 / wanted, wanted).tolist() if rule == "linear" else rule
-            keep = {k: v for k, v in given.items() if k in ("device", "mu")}
-            original(sigmas=list(sigmas), **keep)
+            given = {k: v for k, v in given.items() if k in ("device", "mu")}
+            given["sigmas"] = np.array(sigmas)
+            original(**given)
         else:
             original(*args, **kwargs)
-        everything = self.full_timesteps = self.timesteps
+        self.full_timesteps = self.timesteps
         self.table = self._make_table()
-        self.num_steps = len(everything)
+        total = len(self.timesteps)
         tape = self.tape or Tape()
-        start, stop = tape.span or (0, self.num_steps)
-        if not 0 <= start < stop <= self.num_steps:
-            raise problem(
-                "selection", (start, stop), f"the sampler has the steps 0 to {self.num_steps - 1}"
-            )
+        first = self._compress(tape, original, given)
+        self.num_steps = first + len(self.timesteps)
+        start, stop = tape.span or (0, total)
+        if not 0 <= start < stop <= total:
+            raise problem("selection", (start, stop), f"the sampler has the steps 0 to {total - 1}")
+        start, stop = start or first, self.num_steps if stop == total else stop
         if tape.span:
-            self.timesteps = everything[start:stop]
+            self.timesteps = self.timesteps[start - first : stop - first]
             if self.kernel.family == "flow":  # what a pipeline reads by its own count of steps
-                self.sigmas = self.sigmas[start : stop + 1]
-        self.cursor = start if tape.span else tape.begin
+                self.sigmas = self.sigmas[start - first : stop - first + 1]
+        self.cursor = start if tape.span else first or tape.begin
         self._offset = start
         self._emitted = None
         if self.voice == 0:
             tape.over = tape.over or tape.started
             tape.cursor = self.cursor
+
+    def _compress(self, tape: Tape, original: Any, given: dict[str, Any]) -> int:
+        """Save steps outside the window, if the tape says so; returns the first step's index.
+
+        A step of the window keeps its index. Those before it count down from there, those after it
+        up, so that no other step has an index of the window.
+        """
+        self._solver = None
+        if tape.flash is None or tape.window is None or tape.started:
+            return 0
+        if self.kernel.family != "flow":
+            rule = f"it needs a kernel of flow matching, and kernel.name is {self.kernel.name}"
+            raise problem("sampling.flash.ratio", tape.flash.ratio, rule, "Set it to null.")
+        first = shorten(self, original, given, tape.window, tape.flash)
+        self._solver = Solver(self._make_table(), tape.window, first, tape.flash, tape.history)
+        return first
 
     def _make_table(self) -> Tensor:
         """`(T+1,)` float32 on the CPU: the sigmas, or for DDIM the cumulated alphas."""
@@ -259,9 +201,8 @@ class Stochastic:
     def _transition(self, tape: Tape, i: int, x: Tensor, output: Tensor, selected: bool) -> Tensor:
         """Draw, or for a replay read, the next latent of one scheduler; its part of the step."""
         noisy = i in tape.noisy and not tape.over
-        table = self.table.to(x.dtype)  # a float64 model wants float64 coefficients too
         output = -output if self._inverted else output
-        step = (self.kernel.step if noisy else self.kernel.deterministic)(x, output, table, i)
+        step = self._move(x, output, i, noisy)
         mean = step.mean.detach()
         if tape.next_latents is not None and selected:
             following = _slice(tape, tape.next_latents, x).to(x.dtype)
@@ -272,6 +213,18 @@ class Stochastic:
             following = mean
         tape.parts.append(Part(x, following, step, output))
         return following
+
+    def _move(self, x: Tensor, output: Tensor, i: int, noisy: bool) -> Step:
+        """Step i as a Gaussian: the kernel's, or a deterministic one, the solver's where it is."""
+        table = self.table.to(x.dtype)  # a float64 model wants float64 coefficients too
+        if self._solver is not None:
+            self._solver.note(x, output, i)
+        if noisy:
+            return self.kernel.step(x, output, table, i)
+        if self._solver is not None and self._solver.covers(i):
+            zero = torch.zeros((), dtype=x.dtype)
+            return Step(self._solver.step(x, i), zero, zero)
+        return self.kernel.deterministic(x, output, table, i)
 
     def _conclude(self, tape: Tape, i: int, selected: bool) -> None:
         """All latents have stepped: score the transition, gradients off, the next step."""
