@@ -44,6 +44,10 @@ EMBEDDED = PACKAGE / "embedded"
 OF_A_RULE = {"steps": None, "size": None, "range": None}
 
 
+OF_A_RECIPE = ("extends", "algorithm")
+"""What `cookbook` reads in a recipe; no settings."""
+
+
 class _Loader(yaml.SafeLoader):
     """Safe YAML that refuses a key given twice and reads 1e-4 as a number."""
 
@@ -79,7 +83,7 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
         selection = given.get("selection")
         if isinstance(selection, dict) and "rule" in selection:
             tree["selection"] |= OF_A_RULE
-        tree = _merge(tree, {key: value for key, value in given.items() if key != "extends"})
+        tree = _merge(tree, {k: v for k, v in given.items() if k not in OF_A_RECIPE})
     return _finished(tree, overrides)
 
 

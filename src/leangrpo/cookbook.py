@@ -3,7 +3,7 @@
     leangrpo train embedded                     a whole run
     leangrpo train mixgrpo                      an algorithm, on the embedded pipeline
     leangrpo train flux1-dev+mixgrpo            a model and an algorithm
-    leangrpo train sd35-medium                  a model, with the default algorithm
+    leangrpo train sd35-medium                  a model, with FlowGRPO or what it names itself
 
 A model says what is loaded and how it is called, an algorithm everything else; where both speak,
 the algorithm counts, and last what was published for this pair of them (`pairs/`). A file of your
@@ -12,6 +12,7 @@ own begins with `extends: flux1-dev+mixgrpo` and changes the rest.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,7 +55,8 @@ def layers(name: str) -> list[Layer]:
     if name in recipe_names():
         return [layer_of("runs", name)]
     if name in recipe_names("models"):
-        name = f"{name}+{DEFAULT_ALGORITHM}"
+        own = re.search(r"^algorithm: ([\w.-]+)", layer_of("models", name).text, re.MULTILINE)
+        name = f"{name}+{own[1] if own else DEFAULT_ALGORITHM}"
     if "+" not in name:
         name = f"{DEFAULT_RUN}+{name}"
     model, _, algorithm = name.partition("+")
