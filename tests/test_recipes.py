@@ -101,11 +101,13 @@ def test_layers_in_order(tmp_path: Path) -> None:
     assert config.model.pipeline == "embedded"  # of the run it stands on
     assert config.selection.rule == "fraction"  # of the algorithm
     assert config.selection.steps is None  # which the run below had for its own rule
+    assert (config.rollout.micro_batch, config.objective.kl) == (12, 0.0)  # of the pair
+    assert load_config("sd35-medium+flow-grpo").objective.kl == 0.04
     mine = tmp_path / "mine.yaml"
     mine.write_text("extends: flow-grpo\nupdates: 7\nselection: {rule: window, size: 2}\n")
     config = load_config(mine, ["optimizer.lr=1"])
     assert (config.recipe, config.updates, config.selection.size) == ("mine", 7, 2)
-    assert config.ema.decay == 0.9
+    assert config.objective.kl_form == "flow_grpo"
     assert config.optimizer.lr == 1
     assert config == load_config(mine, ["optimizer.lr=1"])
 
