@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import tiny
 import torch
+import zoo
 
 from leangrpo.config import load_config
 from leangrpo.data import SampleKey
@@ -407,3 +409,43 @@ def test_flash_is_refused_where_it_cannot_be() -> None:
     with pytest.raises(LeanError, match="moves a level by more than its value"):
         make("sd3", pipe=pipe, steps=12, flash=Flash(0.4))
     make("sd3", pipe=pipe, steps=12)
+
+
+def make_zoo_flash(name: str, where: str) -> Policy:
+    torch.manual_seed(0)
+    specimen = zoo.SPECIMENS[name]
+    flash = Flash(0.5, where=where)
+    sampling = replace(zoo.sampling_of(specimen, False), steps=8, flash=flash)
+    return Policy(specimen.build(), sampling, kernel="flow_sde", noise_level=0.7)
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi's pipeline opens one in float32
+@pytest.mark.parametrize("where", ["after", "around"])
+@pytest.mark.parametrize("name", ["QwenImage", "ZImage", "Mochi", "LTXImageToVideo"])
+def test_flash_and_the_ways_of_pipelines(name, where) -> None:
+    """Latents in lists, sigmas upwards, pipelines that start from what they draw themselves."""
+    policy = make_zoo_flash(name, where)
+    calls: list[int] = []
+    policy.on_call = lambda _, step: calls.append(step)
+    options = {"selected": [2, 3], "noisy": [2, 3], "decode": False}
+    whole = sample(policy, same_noise=True, **options)
+    first = {"after": 0, "around": 1}[where]
+    total = num_steps(8, 2, 4, policy.sampling.flash)
+    assert sorted(set(calls)) == list(range(first, first + total))
+    for t in whole.transitions:
+        assert torch.equal(policy.replay(t).log_prob, t.log_prob)
+    rest = sample(policy, prefix=policy.prefix("a red cube", KEYS[0], 2), **options)
+    assert torch.equal(rest.latents, whole.latents)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("FluxImg2Img", "starts in the middle"),
+        ("LTX2ImageToVideo", "steps several latents together"),
+        ("CogView4", "passes timesteps of its own"),
+    ],
+)
+def test_pipelines_without_flash_say_why(name, reason) -> None:
+    with pytest.raises(LeanError, match=rf"`sampling\.flash\.ratio` is 0\.5: .*{reason}"):
+        make_zoo_flash(name, "after")
