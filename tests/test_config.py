@@ -20,7 +20,6 @@ from leangrpo.config import (
     describe_settings,
     load_config,
     load_object,
-    read_prompts,
     recipe_text,
     settings_table,
     to_yaml,
@@ -263,7 +262,7 @@ def test_unreadable_sources(tmp_path: Path) -> None:
     ]
     (tmp_path / "latin.yaml").write_bytes(b"description: \xe9t\xe9\n")
     assert refusal(source=tmp_path / "latin.yaml") == [
-        f"`config` is '{tmp_path / 'latin.yaml'}': it is not UTF-8 text (byte 13). "
+        f"`config` is '{tmp_path / 'latin.yaml'}': it is not UTF-8 text (line 1, byte 13). "
         "Save it as UTF-8."
     ]
     assert refusal(source="embeded") == [
@@ -515,7 +514,6 @@ def test_check_collects_all(prompts: list[str]) -> None:
 
 def test_prompt_files(tmp_path: Path, prompts: list[str]) -> None:
     file = tmp_path / "prompts.txt"
-    assert read_prompts(file) == read_prompts(str(file), heldout=True) == ["a cat", "a dog"]
     assert refusal(*prompts, f"prompts.heldout={file}", "evaluation.prompts=3") == [
         "`evaluation.prompts` is 3: prompts.heldout has only 2. null takes all of them."
     ]
@@ -525,7 +523,7 @@ def test_prompt_files(tmp_path: Path, prompts: list[str]) -> None:
     ]
     file.write_bytes(b"\xff\xfe a")
     assert refusal(*prompts) == [
-        f"`prompts.train` is '{file}': it is not UTF-8 text (byte 0). Save it as UTF-8."
+        f"`prompts.train` is '{file}': it is not UTF-8 text (line 1, byte 0). Save it as UTF-8."
     ]
     assert refusal(*prompts, f"prompts.heldout={tmp_path}")[1] == (
         f"`prompts.heldout` is '{tmp_path}': it is a folder, not a text file."

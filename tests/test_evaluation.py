@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from leangrpo.data import SampleKey
+from leangrpo.datasets import Example
 from leangrpo.evaluation import EXACT, Evaluation, evaluate
 from leangrpo.loading import make_trainable
 from leangrpo.parallel import World
@@ -20,6 +21,7 @@ from leangrpo.policy import Policy, Sampling
 from leangrpo.rewards import Scorer
 
 PROMPTS = ("a cat", "a dog", "a cup", "a car", "a hat")
+EXAMPLES = [Example(prompt) for prompt in PROMPTS]
 
 
 def brightness(images: Tensor, prompts: list[str], metadata: list[Any]) -> Tensor:
@@ -39,7 +41,7 @@ def policy() -> Policy:
 
 def score(policy: Policy, batch: int, num_images: int = 5) -> Evaluation:
     with Scorer([(brightness, 1.0)]) as scorer:
-        return evaluate(policy, scorer, PROMPTS, batch=batch, num_images=num_images)
+        return evaluate(policy, scorer, EXAMPLES, batch=batch, num_images=num_images)
 
 
 def test_the_same_twice(policy: Policy) -> None:
@@ -86,7 +88,7 @@ def test_the_weights_are_left_alone(policy: Policy) -> None:
 def test_line(policy: Policy) -> None:
     """A missing score is left out of the mean, and there is no `exact` without `ocr_exact`."""
     with Scorer([(brightness, 2.0), (length, 0.0)], on_bad="exclude") as scorer:
-        found = evaluate(policy, scorer, PROMPTS, batch=2)
+        found = evaluate(policy, scorer, EXAMPLES, batch=2)
     line = json.loads(json.dumps(found.line(4, 1.5)))
     assert (line["update"], line["seconds"], line["num_prompts"]) == (4, 1.5, 5)
     assert line["exact"] is None
@@ -131,7 +133,7 @@ def test_ranks_share_the_batches(size: int, batch: int, policy: Policy) -> None:
                 return sample(*args, **kw)
 
             with mock.patch.object(policy, "sample", counted):
-                found = evaluate(policy, scorer, PROMPTS, batch=batch, num_images=3, world=world)
+                found = evaluate(policy, scorer, EXAMPLES, batch=batch, num_images=3, world=world)
             assert (found is None) == (rank > 0)
             calls.append(num[0])
     assert found is not None

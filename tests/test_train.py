@@ -24,10 +24,11 @@ from leangrpo import train as loop
 from leangrpo.checkpoint import newest
 from leangrpo.config import Config, load_config
 from leangrpo.data import SampleKey
+from leangrpo.datasets import read_examples
 from leangrpo.errors import LeanError, RewardError
 from leangrpo.report import read_run
 from leangrpo.setup import Setup, set_up
-from leangrpo.train import draw_prompts, one_update, step, train
+from leangrpo.train import draw, one_update, step, train
 
 SCHEDULES = ("native", "retain", "reweight")
 RELATIVE = 5e-6
@@ -332,13 +333,68 @@ def test_a_prompt_drawn_twice_makes_two_groups(
 
 def test_prompts_come_once_in_each_epoch() -> None:
     prompts = [f"prompt {i}" for i in range(7)]
-    drawn = [p for update in range(14) for p in draw_prompts(prompts, 3, update, 2)]
+    drawn = [p for update in range(14) for p in draw(prompts, 3, update, 2)]
     epochs = [drawn[i : i + 7] for i in range(0, 28, 7)]
     assert all(sorted(epoch) == prompts for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert draw_prompts(prompts, 3, 9, 2) == drawn[18:20], "a resumed run needs no position"
-    assert drawn != [p for update in range(14) for p in draw_prompts(prompts, 4, update, 2)]
-    assert len(draw_prompts(["one"], 0, 5, 3)) == 3
+    assert draw(prompts, 3, 9, 2) == drawn[18:20], "a resumed run needs no position"
+    assert drawn != [p for update in range(14) for p in draw(prompts, 4, update, 2)]
+    assert len(draw(["one"], 0, 5, 3)) == 3
+
+
+def texts(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    """A reward of the metadata alone, which writes into what it was given."""
+    return [float(about.pop("score")) for about in metadata]
+
+
+def test_metadata_reaches_the_rewards(settings: Callable[..., Config], tmp_path: Path) -> None:
+    """In training and in evaluation, each sample a dictionary of its own."""
+    scores = {"a cat": 1.0, "a dog": -2.0, "a cup": 4.0}
+    rows = [json.dumps({"prompt": p, "score": s}) for p, s in scores.items()]
+    (tmp_path / "p.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    config = settings(
+        tmp_path / "run", f"prompts.train={tmp_path / 'p.jsonl'}", "prompts.heldout=1", "evaluation.prompts=null",
+        "rewards=[{name: 'test_train:texts'}]", "rollout.prompts=2", "updates=2",
+    )  # fmt: skip
+    train(config, quiet=True)
+    data = config.prompts
+    (held,) = read_examples(data, heldout=True)
+    rest = sorted(e.prompt for e in read_examples(data))
+    assert len(rest) == 2
+    for line in lines(tmp_path / "run"):
+        assert line["reward_mean"] == sum(scores[p] for p in rest) / 2
+    for line in evaluations(tmp_path / "run"):
+        assert [(row["prompt"], row["reward"]) for row in line["per_prompt"]] == [
+            (held.prompt, scores[held.prompt])
+        ]
+
+
+def test_the_text_of_the_metadata_is_looked_for(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    """By the ocr rewards, for prompts that name none themselves."""
+    rows = ["prompt,text", "a red fox,7", "a blue fox,42"]
+    (tmp_path / "p.csv").write_text("\n".join(rows), encoding="utf-8")
+    own = [f"prompts.train={tmp_path / 'p.csv'}", "prompts.heldout=null", "updates=1"]
+    own += ["rewards=[{name: ocr}]", f"run.dir={tmp_path / 'run'}", "rollout.prompts=2"]
+    train(settings(None, *own), quiet=True)
+    (line,) = lines(tmp_path / "run")
+    assert 0 <= line["reward_mean"] <= 1
+    (tmp_path / "p.csv").write_text("prompt\na red fox\n", encoding="utf-8")
+    with pytest.raises(LeanError, match="names no text to look for"):
+        train(settings(None, *own[:-2], f"run.dir={tmp_path / 'other'}"), quiet=True)
+
+
+def test_another_dataset_is_not_resumed(settings: Callable[..., Config], tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    file.write_text("a cat\na dog\na cup\n", encoding="utf-8")
+    own = [f"prompts.train={file}", "prompts.heldout=null"]
+    train(settings(tmp_path / "run", *own, "updates=1"), quiet=True)
+    file.write_text("a cat\na cup\na dog\n", encoding="utf-8")
+    with pytest.raises(LeanError, match="not the ones that the run was begun with"):
+        train(settings(tmp_path / "run", *own, "updates=2"), resume=True, quiet=True)
+    file.write_text("a cat\na dog\n# the last\na cup", encoding="utf-8")
+    train(settings(tmp_path / "run", *own, "updates=2"), resume=True, quiet=True)
 
 
 def test_a_gradient_that_is_not_finite_is_not_stepped(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .advantages import group_advantages
     from .checks import check
-    from .config import Config, load_config, read_prompts, recipe_names
+    from .config import Config, load_config, recipe_names
     from .data import SampleKey, Transition
+    from .datasets import Example, read_examples
     from .errors import LeanError
     from .loading import load_pipeline, make_trainable
     from .pipeline import Sampling
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 # command line's help load neither torch nor diffusers.
 _HOMES = {
     "Config": "config",
+    "Example": "datasets",
     "LeanError": "errors",
     "Native": "schedules",
     "Policy": "policy",
@@ -35,12 +37,13 @@ _HOMES = {
     "load_config": "config",
     "load_pipeline": "loading",
     "make_trainable": "loading",
-    "read_prompts": "config",
+    "read_examples": "datasets",
     "recipe_names": "config",
 }
 
 __all__ = [
     "Config",
+    "Example",
     "LeanError",
     "Native",
     "Policy",
@@ -55,7 +58,7 @@ __all__ = [
     "load_config",
     "load_pipeline",
     "make_trainable",
-    "read_prompts",
+    "read_examples",
     "recipe_names",
 ]
 

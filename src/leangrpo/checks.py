@@ -13,7 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from .complaints import did_you_mean
-from .config import Config, load_object, read_prompts, read_text
+from .config import Config, load_object, read_text
+from .datasets import read_examples
 from .errors import LeanError, problem
 from .settings import Reward
 
@@ -113,6 +114,10 @@ def _check_steps(config: Config) -> Iterator[LeanError]:
         if config.evaluation.steps not in (None, steps):
             rule = f"sampling.sigmas lists {steps} noise levels"
             yield problem("evaluation.steps", config.evaluation.steps, rule, "Set it to null.")
+    for name in sorted(set(config.prompts.images) & {*RESERVED_CALL, *config.sampling.call}):
+        home = f"sampling.call.{name}" if name in config.sampling.call else RESERVED_CALL[name]
+        rule = f"this argument is given by {home or 'the trainer itself'}"
+        yield problem(f"prompts.images.{name}", config.prompts.images[name], rule, "Remove one.")
     for name in sorted(set(config.sampling.call) & set(RESERVED_CALL)):
         home = RESERVED_CALL[name]
         remedy = f"Use {home}." if home else "Remove it."
@@ -336,18 +341,20 @@ def _check_reward(setting: str, reward: Reward) -> Iterator[LeanError]:
 
 
 def _check_files(config: Config, resume: bool) -> Iterator[LeanError]:
-    for source, heldout in ((config.prompts.train, False), (config.prompts.heldout, True)):
-        if source is None:
-            continue
+    found: dict[bool, int | LeanError] = {}
+    for heldout in (False, True):
         try:
-            num_prompts = len(read_prompts(source, heldout=heldout))
+            found[heldout] = len(read_examples(config.prompts, heldout=heldout))
         except LeanError as error:
-            yield error
-            continue
-        wanted = config.evaluation.prompts or 0
-        if heldout and wanted > num_prompts:
-            rule = f"prompts.heldout has only {num_prompts}"
-            yield problem("evaluation.prompts", wanted, rule, "null takes all of them.")
+            found[heldout] = error
+    # Where the held-out ones are split off, both ways meet the same mistake.
+    yield from {
+        str(error): error for error in found.values() if isinstance(error, LeanError)
+    }.values()
+    wanted, num = config.evaluation.prompts or 0, found[True]
+    if config.prompts.heldout is not None and isinstance(num, int) and wanted > num:
+        rule = f"prompts.heldout has only {num}"
+        yield problem("evaluation.prompts", wanted, rule, "null takes all of them.")
     folder = Path(config.run.dir or "runs").expanduser()
     if folder.exists() and not folder.is_dir():
         yield problem("run.dir", str(folder), "it is a file, and a folder is needed")

@@ -30,7 +30,6 @@ __all__ = [
     "describe_settings",
     "load_config",
     "load_object",
-    "read_prompts",
     "recipe_names",
     "recipe_text",
     "to_yaml",
@@ -164,7 +163,8 @@ def read_text(setting: str, path: Path) -> str:
     except IsADirectoryError:
         raise problem(setting, str(path), "it is a folder, not a text file") from None
     except UnicodeDecodeError as error:
-        rule = f"it is not UTF-8 text (byte {error.start})"
+        line = error.object[: error.start].count(b"\n") + 1
+        rule = f"it is not UTF-8 text (line {line}, byte {error.start})"
         raise problem(setting, str(path), rule, "Save it as UTF-8.") from None
     except (OSError, ValueError) as error:
         raise problem(setting, str(path), f"it cannot be read: {error}") from None
@@ -215,7 +215,7 @@ def _apply(tree: dict[Any, Any], override: str) -> None:
             key: Any = int(part)
         elif isinstance(node, dict):
             if not last and part not in node:
-                if above != "sampling.call":
+                if above not in ("sampling.call", "prompts.images"):
                     raise unknown_setting(path, value)
                 node[part] = {}
             key = part
@@ -231,21 +231,6 @@ def _apply(tree: dict[Any, Any], override: str) -> None:
 
 
 # -- what else the trainer needs -------------------------------------------------------------------
-
-
-def read_prompts(source: str | Path, *, heldout: bool = False) -> list[str]:
-    """The prompts of a UTF-8 text file, one a line; blank lines and `#` lines are skipped.
-
-    `embedded` means the package's own prompts, for training or held out. Raises LeanError if the
-    file is missing, cannot be decoded, or holds no prompt.
-    """
-    split = "heldout" if heldout else "train"
-    path = EMBEDDED / f"prompts_{split}.txt" if source == "embedded" else Path(source).expanduser()
-    lines = [line.strip() for line in read_text(f"prompts.{split}", path).splitlines()]
-    prompts = [line for line in lines if line and not line.startswith("#")]
-    if not prompts:
-        raise problem(f"prompts.{split}", str(path), "it holds no prompt", "Write one a line.")
-    return prompts
 
 
 def load_object(setting: str, target: str) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .data import SampleKey
+from .datasets import Example
 from .parallel import World
 from .policy import Policy
 from .rewards import Scorer
@@ -52,14 +53,14 @@ class Evaluation:
 def evaluate(
     policy: Policy,
     scorer: Scorer,
-    prompts: Sequence[str],
+    examples: Sequence[Example],
     *,
     batch: int,
     steps: int | None = None,
     num_images: int = 0,
     world: World | None = None,
 ) -> Evaluation | None:
-    """Score one deterministic sample of every prompt; keep the first `num_images` pictures.
+    """Score one deterministic sample of every example; keep the first `num_images` pictures.
 
     `steps` is the number of sampling steps, where it is not that of training.
     `scorer` weighs evaluation-only rewards with 0, so that `reward` is the training reward. Ranks
@@ -69,22 +70,23 @@ def evaluate(
     """
     world = world or World()
     sampling = replace(policy.sampling, steps=steps or policy.sampling.steps)
-    starts = list(range(0, len(prompts), batch))
+    starts = list(range(0, len(examples), batch))
     futures: dict[int, Future[Any]] = {}
     kept: dict[int, Tensor] = {}
     for turn in range(0, len(starts), world.size):
         mine = turn + world.rank
         start = starts[mine] if mine < len(starts) else starts[turn]
-        some = list(prompts[start : start + batch])
+        some = examples[start : start + batch]
+        prompts = [example.prompt for example in some]
         keys = [SampleKey(_EVALUATION, start + i, 0) for i in range(len(some))]
         with torch.no_grad():
-            images = policy.sample(some, keys, sampling=sampling).images
+            images = policy.sample(prompts, keys, sampling=sampling).images
         assert images is not None
         if mine >= len(starts):
             continue
         if start < num_images:
             kept[start] = images[: num_images - start]
-        futures[start] = scorer.submit(images, some)
+        futures[start] = scorer.submit(images, prompts, [e.about({}) for e in some])
     own = {start: future.result() for start, future in futures.items()}
     parts = world.gather((own, kept))
     if not parts:
@@ -95,4 +97,4 @@ def evaluate(
     total = torch.cat([s.total for s in scores])
     shown = {start: images for _, one in parts for start, images in one.items()}
     pictures = torch.cat([shown[s] for s in sorted(shown)]) if shown else torch.empty(0)
-    return Evaluation(tuple(prompts), total, each, pictures)
+    return Evaluation(tuple(e.prompt for e in examples), total, each, pictures)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from . import checkpoint
-from .config import Config, read_prompts
+from .config import Config
 from .data import SampleKey
+from .datasets import read_examples
 from .errors import LeanError
 from .evaluation import evaluate
 from .policy import Policy
@@ -68,13 +69,13 @@ def evaluate_run(
         raise LeanError(
             f"{run} has no held-out prompts: prompts.heldout is null in its config.yaml."
         )
-    prompts = read_prompts(config.prompts.heldout, heldout=True)[: config.evaluation.prompts]
+    examples = read_examples(config.prompts, heldout=True)[: config.evaluation.prompts]
     policy, at = load_run(config, run, update, ema)
     started = time.perf_counter()
     scorer, judge = make_scorers(config)
     with scorer, judge:
         c = config.evaluation
-        result = evaluate(policy, judge, prompts, batch=c.batch, steps=c.steps)
+        result = evaluate(policy, judge, examples, batch=c.batch, steps=c.steps)
     assert result is not None
     return result.line(at, time.perf_counter() - started)
 

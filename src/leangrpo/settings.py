@@ -40,6 +40,19 @@ def _device(value: object) -> object:
     return value
 
 
+def _heldout(value: object) -> object:
+    """One sentence for a union, as above."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    share = isinstance(value, float) and 0 < value < 1
+    count = number and isinstance(value, int) and value >= 1
+    if not (share or count or value is None or (isinstance(value, str) and value)):
+        raise ValueError(
+            "must be a source as prompts.train is, a share of it between 0 and 1, "
+            "a number of its examples, or null"
+        )
+    return value
+
+
 class Settings(BaseModel):
     """A branch of the tree: frozen, and an unknown key is an error."""
 
@@ -102,10 +115,21 @@ class Prompts(Settings):
     """Where prompts come from."""
 
     train: str = Field(
-        "embedded", min_length=1, description="`embedded` or a text file, one prompt a line"
+        "embedded",
+        min_length=1,
+        description="`embedded`, hf:owner/name, or a file: .jsonl, .csv, .tsv, .parquet, or text "
+        "with a prompt a line",
     )
-    heldout: str | None = Field(
-        None, min_length=1, description="the same, for evaluation; null = no evaluation"
+    heldout: Annotated[str | int | float | None, BeforeValidator(_heldout)] = Field(
+        None,
+        description="for evaluation: the same, or a share (0.05) or number (64) of prompts.train "
+        "that is left out of training; null = no evaluation",
+    )
+    column: str = Field("prompt", min_length=1, description="the column that holds the prompt")
+    images: dict[str, str] = Field(
+        {},
+        description="pictures the pipeline is called with: its argument to a column of files, "
+        "such as {image: source}",
     )
 
 

@@ -14,8 +14,9 @@ from . import checkpoint
 from .checks import check
 from .collectives import Collectives
 from .components import denoisers
-from .config import Config, config_hash, differences, load_config, read_prompts, to_yaml
+from .config import Config, config_hash, differences, load_config, to_yaml
 from .credit import Credit, step_weights
+from .datasets import Example, digest, read_examples
 from .ema import Ema
 from .errors import LeanError, problem
 from .gradients import Gradients
@@ -38,7 +39,8 @@ from .value import Critic
 @dataclass
 class Setup:
     """What the loop works with. `judge` scores evaluations, `schedule` has the first
-    optimizer step of an update, `later` the others. `weights` `(T,)` multiply the steps' losses,
+    optimizer step of an update, `later` the others. `digest` is that of all examples,
+    training's and those held out. `weights` `(T,)` multiply the steps' losses,
     `credit` gives advantages, `critic` a learned baseline. `start` counts updates already done.
     `whole` is false from an optimizer step until its update has been counted: the weights are then
     no update's. `order` watches the collectives, if they are to be compared."""
@@ -55,8 +57,9 @@ class Setup:
     judge: Scorer
     record: RunRecord | Onlooker
     watch: Stopwatch
-    prompts: list[str]
-    heldout: list[str]
+    examples: list[Example]
+    heldout: list[Example]
+    digest: str
     stds: list[float]
     weights: list[float]
     credit: Credit
@@ -120,9 +123,9 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
     )
     folder = world.share(run_folder(config))
     found = _found_by_the_first(world, config, folder) if resume else None
-    prompts = read_prompts(config.prompts.train)
-    heldout = read_prompts(config.prompts.heldout, heldout=True) if config.prompts.heldout else []
+    examples, heldout = read_examples(config.prompts), read_examples(config.prompts, heldout=True)
     heldout = heldout[: config.evaluation.prompts]
+    examples_digest = _check_examples(config, world, [*examples, *heldout], found)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     scorer, judge = make_scorers(config)
@@ -178,8 +181,9 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         judge=judge,
         record=record,
         watch=watch,
-        prompts=prompts,
+        examples=examples,
         heldout=heldout,
+        digest=examples_digest,
         stds=stds,
         weights=step_weights(config, policy),
         credit=credit,
@@ -188,6 +192,26 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         device=device,
         order=make_order(policy, world) if p.check and world.size > 1 else None,
     )
+
+
+def _check_examples(
+    config: Config, world: World, examples: list[Example], found: checkpoint.Checkpoint | None
+) -> str:
+    """The digest of all examples, which ranks, and a run and its checkpoint, must have in common.
+
+    Raises LeanError where they have not; a collective.
+    """
+    own = digest(examples)
+    others = world.share_all(own)
+    if len(set(others)) > 1:
+        ranks = [rank for rank, other in enumerate(others) if other != others[0]]
+        rule = f"ranks {', '.join(map(str, ranks))} read other examples than rank 0"
+        raise problem("prompts.train", config.prompts.train, rule, "Give all the same files.")
+    if found and found.state.get("examples", own) != own:
+        rule = "the examples, or those held out, are not the ones that the run was begun with"
+        remedy = "Put the file back as it was, or start a new run."
+        raise problem("prompts.train", config.prompts.train, rule, remedy)
+    return own
 
 
 def _check_ranks(config: Config, world: World, layout: Layout, policy: Policy) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from .runfolder import EVALUATIONS, read_lines
 from .schedules import Schedule
 from .scoreboard import Scoreboard
 from .setup import Setup, plan_text, set_up
+
+T = TypeVar("T")
 
 SAME_REQUEST_S = 2.0
 """Seconds within which two signals to a rank are one request to stop."""
@@ -57,6 +59,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
                 "table": policy.plan().table.tolist(),
                 "seed": config.seed,
                 "policy_version": policy.version,
+                "examples": s.digest,
             }
             checkpoints.save(policy, s.optimizer, state, s.ema, s.memory())
             saved = update
@@ -159,7 +162,7 @@ def roll_out(
     grad = schedule is not None and schedule.needs_graph
     keep = part > 0 or config.rollout.epochs > 1
     offset = part * s.layout.prompts
-    drawn = draw_prompts(s.prompts, config.seed, update, config.rollout.prompts)
+    drawn = draw(s.examples, config.seed, update, config.rollout.prompts)
     waves = s.layout.of(world.rank)
     mine: list[tuple[int, int]] = []
 
@@ -179,9 +182,9 @@ def roll_out(
             p, generations = offset + slot.prompt, list(slot.generations)
             selection = s.select(update, p, generations[0])
             if s.shares_prefix and prefix is None and (first := selection.stochastic[0]):
-                prefix = policy.prefix(drawn[p], SampleKey(update, p, 0), first)
+                prefix = policy.prefix(drawn[p].prompt, SampleKey(update, p, 0), first)
             rollout = policy.sample(
-                [drawn[p]] * len(generations),
+                [drawn[p].prompt] * len(generations),
                 [SampleKey(update, p, g) for g in generations],
                 selected=selection.selected,
                 noisy=selection.stochastic,
@@ -200,7 +203,8 @@ def roll_out(
                 take(slot, transition)
             if not slot.idle:
                 assert rollout.images is not None
-                scores = s.scorer.submit(rollout.images, rollout.prompts)
+                about = [drawn[p].about({}) for _ in generations]
+                scores = s.scorer.submit(rollout.images, rollout.prompts, about)
                 waiting.append((p, generations, scores))
         with s.watch.stage("reward"):
             for p, generations, scores in waiting:
@@ -219,7 +223,7 @@ def roll_out(
         if groups:
             each = {name: values[groups] for name, values in table.each.items()}
             table.advantages[groups] = s.credit.advantages(
-                table.rewards[groups], each, table.kl[groups], [drawn[p] for p in groups]
+                table.rewards[groups], each, table.kl[groups], [drawn[p].name for p in groups]
             )
         if schedule is not None:
             keys = [SampleKey(update, p, g) for p, g in own]
@@ -289,17 +293,16 @@ def _name_unreached(s: Setup) -> None:
         )
 
 
-def draw_prompts(prompts: list[str], seed: int, update: int, num: int) -> list[str]:
-    """The prompts of an update: a keyed shuffle of the file, epoch after epoch, each once in each.
+def draw(examples: Sequence[T], seed: int, update: int, num: int) -> list[T]:
+    """The examples of an update: a keyed shuffle of all, epoch after epoch, each once in each.
 
     Depends on (seed, update) only, so that a resumed run needs no position.
     """
-    drawn = []
-    for position in range(update * num, (update + 1) * num):
-        epoch, place = divmod(position, len(prompts))
-        order = generator(seed, -2, epoch).permutation(len(prompts))
-        drawn.append(prompts[int(order[place])])
-    return drawn
+    first, end = update * num, (update + 1) * num
+    epochs = range(first // len(examples), (end - 1) // len(examples) + 1)
+    orders = {e: generator(seed, -2, e).permutation(len(examples)) for e in epochs}
+    places = [divmod(position, len(examples)) for position in range(first, end)]
+    return [examples[int(orders[epoch][place])] for epoch, place in places]
 
 
 def _line(
