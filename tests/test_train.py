@@ -353,8 +353,9 @@ def test_metadata_reaches_the_rewards(settings: Callable[..., Config], tmp_path:
     rows = [json.dumps({"prompt": p, "score": s}) for p, s in scores.items()]
     (tmp_path / "p.jsonl").write_text("\n".join(rows), encoding="utf-8")
     config = settings(
-        tmp_path / "run", f"prompts.train={tmp_path / 'p.jsonl'}", "prompts.heldout=1", "evaluation.prompts=null",
+        tmp_path / "run", f"prompts.train={tmp_path / 'p.jsonl'}", "prompts.heldout=1",
         "rewards=[{name: 'test_train:texts'}]", "rollout.prompts=2", "updates=2",
+        "evaluation.prompts=null",
     )  # fmt: skip
     train(config, quiet=True)
     data = config.prompts
