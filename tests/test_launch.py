@@ -99,7 +99,7 @@ class Ranks:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(HERE),
+            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
             "LEANGRPO_TEST": disturb,
             "LEANGRPO_TEST_SLEEP": str(sleep),
         }
