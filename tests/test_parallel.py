@@ -30,6 +30,7 @@ CALL = {
     "sd3": ["sampling.call={max_sequence_length: 16}"],
     "flux": ["sampling.call={max_sequence_length: 16}"],
     "wan": ["sampling.call={max_sequence_length: 16}", "sampling.num_frames=5"],
+    "wan22": ["sampling.call={max_sequence_length: 16}", "sampling.num_frames=5"],
     "embedded": [
         "sampling={steps: 3, call: {max_sequence_length: 0}}",
         "rewards=[{name: ocr_log_prob}]",
@@ -75,6 +76,8 @@ def cases() -> dict[str, list[str]]:
     threes = ["rollout={prompts: 2, generations: 6, micro_batch: 3}"]
     add("embedded", threes, "threes float32", "fsdp")
     double = ["model.dtype=float64"]
+    one = [*double, "model.train=lora", "model.denoisers=[transformer_2]", "sampling.steps=4"]
+    add("wan22", one, "one of two", "fsdp", "replicate", schedules=("native", "reweight"))
     for shape in ("m6", "m2", "m3"):
         add("sd3", [*double, SHAPES[shape]], shape, "fsdp", schedules=("native", "reweight"))
     add("sd3", [*double, SHAPES["m2"]], "m2 copies", "replicate", schedules=("reweight",))
@@ -123,6 +126,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("ranks")
     for name, build in {"sd3": tiny.tiny_sd3, "flux": tiny.tiny_flux, "wan": tiny.tiny_wan}.items():
         tiny.save(build(), root / name)
+    tiny.save(tiny.tiny_wan(second=True), root / "wan22")
     (root / "prompts.txt").write_text("a cat\na dog\na cup\na car\n", encoding="utf-8")
     base = [
         "sampling={steps: 3, height: 16, width: 16}",

@@ -114,10 +114,11 @@ def tiny_flux(seed: int = 0) -> Any:
     return _finish(pipe)
 
 
-def tiny_wan(seed: int = 0, *, unipc: bool = False) -> Any:
+def tiny_wan(seed: int = 0, *, unipc: bool = False, second: bool = False) -> Any:
     """WanPipeline, text to video: a UMT5 encoder; latents (4, 2, 4, 4) for 5 frames.
 
-    `unipc` gives it the multistep scheduler Wan is published with, on flow sigmas.
+    `unipc` gives it the multistep scheduler Wan is published with, on flow sigmas; `second` a
+    network of its own for timesteps below 900, as Wan 2.2 has it.
     """
     torch.manual_seed(seed)
     transformer = WanTransformer3DModel(
@@ -156,7 +157,11 @@ def tiny_wan(seed: int = 0, *, unipc: bool = False) -> Any:
         vae=vae,
         scheduler=scheduler,
         transformer=transformer,
+        transformer_2=WanTransformer3DModel.from_config(transformer.config) if second else None,
+        boundary_ratio=0.9 if second else None,
     )
+    if second:
+        _away_from_zero(pipe.transformer_2)
     return _finish(pipe)
 
 

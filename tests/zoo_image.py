@@ -11,6 +11,7 @@ from diffusers.pipelines.omnigen import pipeline_omnigen, processor_omnigen
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from zoo_parts import (
     LENGTH,
+    NO_LORA,
     TEXT_OF_LAST,
     WIDTH,
     Box,
@@ -722,6 +723,9 @@ PAINT = {"image": picture(), "mask_image": mask_picture()}
 FLUX = {**SIZE, "max_sequence_length": tiny.T5_LENGTH}
 FLUX_GUIDED = {"guidance": 3.5, "negative_prompt": "grey", "call": {"true_cfg_scale": 2.0}}
 CFG = {"guidance": 4.0}
+TIME = "its time embedding is computed in float32"
+DECODES = "it decodes inside the call, with a VAE in float32"
+CONTROLS = "its ControlNet computes in float32 beside a network in float64"
 ASSERTS = "the pipeline asserts that its latents are float32"
 
 SPECIMENS: dict[str, Specimen] = {
@@ -739,6 +743,7 @@ SPECIMENS: dict[str, Specimen] = {
         lambda: sd(d.StableDiffusionControlNetPipeline, net := unet(), controlnet=controlnet(net)),
         {"image": picture()},
         CFG,
+        single=CONTROLS,
     ),
     "StableDiffusionInstructPix2Pix": Specimen(
         lambda: sd(d.StableDiffusionInstructPix2PixPipeline, unet(in_channels=8)),
@@ -780,6 +785,7 @@ SPECIMENS: dict[str, Specimen] = {
         {**FLUX, "control_image": picture()},
         CFG,
         **TEXT_OF_LAST,
+        single=CONTROLS,
     ),
     "Flux": Specimen(lambda: flux(d.FluxPipeline), FLUX, FLUX_GUIDED),
     "FluxImg2Img": Specimen(
@@ -803,6 +809,7 @@ SPECIMENS: dict[str, Specimen] = {
         lambda: flux(d.FluxControlNetPipeline, controlnet=flux_controlnet()),
         {**FLUX, "control_image": picture()},
         FLUX_GUIDED,
+        single=CONTROLS,
     ),
     "Flux2": Specimen(lambda: flux2(d.Flux2Pipeline, True), SIZE),
     "Flux2 (edit)": Specimen(lambda: flux2(d.Flux2Pipeline, True), {**SIZE, "image": picture(64)}),
@@ -848,15 +855,30 @@ SPECIMENS: dict[str, Specimen] = {
         CFG,
     ),
     "PixArtAlpha": Specimen(
-        lambda: pixart(d.PixArtAlphaPipeline), {**SIZE, "use_resolution_binning": False}, CFG
+        lambda: pixart(d.PixArtAlphaPipeline),
+        {**SIZE, "use_resolution_binning": False},
+        CFG,
+        alone=NO_LORA,
     ),
     "PixArtSigma": Specimen(
-        lambda: pixart(d.PixArtSigmaPipeline), {**SIZE, "use_resolution_binning": False}, CFG
+        lambda: pixart(d.PixArtSigmaPipeline),
+        {**SIZE, "use_resolution_binning": False},
+        CFG,
+        alone=NO_LORA,
     ),
     "HunyuanDiT": Specimen(
-        lambda: hunyuan_dit(d.HunyuanDiTPipeline), {**SIZE, "use_resolution_binning": False}, CFG
+        lambda: hunyuan_dit(d.HunyuanDiTPipeline),
+        {**SIZE, "use_resolution_binning": False},
+        CFG,
+        alone=NO_LORA,
+        single=TIME,
     ),
-    "CogView3Plus": Specimen(cogview3, SIZE, CFG),
+    "CogView3Plus": Specimen(
+        cogview3,
+        SIZE,
+        CFG,
+        alone=NO_LORA,
+    ),
     "CogView4": Specimen(lambda: cogview4(d.CogView4Pipeline), SIZE, CFG),
     "CogView4Control": Specimen(
         lambda: cogview4(d.CogView4ControlPipeline, 8), {**SIZE, "control_image": picture()}, CFG
@@ -867,6 +889,7 @@ SPECIMENS: dict[str, Specimen] = {
         CFG,
         unreached=(r"transformer\.pad_token",),
         because="diffusers never reads it",
+        alone=NO_LORA,
     ),
     "Lumina2": Specimen(lumina2, {"height": 64, "width": 64}, CFG),
     "AuraFlow": Specimen(aura_flow, SIZE, CFG),
@@ -876,6 +899,7 @@ SPECIMENS: dict[str, Specimen] = {
         CFG,
         unreached=(r"transformer\.patch_embedding\.input_image_proj\..*",),
         because="there is no picture to start from",
+        alone=NO_LORA,
     ),
     "HiDreamImage": Specimen(
         hidream,
@@ -892,17 +916,42 @@ SPECIMENS: dict[str, Specimen] = {
     "LongCatImage": Specimen(
         lambda: longcat(d.LongCatImagePipeline), {**SIZE, "enable_prompt_rewrite": False}, CFG
     ),
-    "PRX": Specimen(prx, {**SIZE, "use_resolution_binning": False}, CFG),
+    "PRX": Specimen(
+        prx,
+        {**SIZE, "use_resolution_binning": False},
+        CFG,
+        alone=NO_LORA,
+    ),
     "KandinskyV22": Specimen(
-        lambda: kandinsky22(d.KandinskyV22Pipeline), {**SIZE, **KANDINSKY}, CFG
+        lambda: kandinsky22(d.KandinskyV22Pipeline),
+        {**SIZE, **KANDINSKY},
+        CFG,
+        alone="with 2 prompts at once",
     ),
     "KandinskyV22Img2Img": Specimen(
         lambda: kandinsky22(d.KandinskyV22Img2ImgPipeline),
         {**SIZE, **KANDINSKY, "image": picture(), "strength": 0.8},
         CFG,
+        alone="1 latents of 2 prompts",
+        single=DECODES,
     ),
-    "DiT": Specimen(dit, {"class_labels": [1]}),
-    "Krea2": Specimen(krea2, SIZE, CFG),
+    "DiT": Specimen(
+        dit,
+        {"class_labels": [1]},
+        single=DECODES,
+        alone=NO_LORA,
+    ),
+    "Krea2": Specimen(
+        krea2,
+        SIZE,
+        CFG,
+        alone="cannot be split by sample",
+    ),
     "ErnieImage": Specimen(ernie, SIZE, CFG),
-    "HunyuanImage": Specimen(hunyuan_image, SIZE, CFG),
+    "HunyuanImage": Specimen(
+        hunyuan_image,
+        SIZE,
+        CFG,
+        alone="cannot be split by sample",
+    ),
 }

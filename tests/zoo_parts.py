@@ -38,7 +38,8 @@ class Specimen:
     `call` are arguments of its `__call__`; `guided` further ones with which it guides itself (None
     where it cannot). `unreached` are patterns of parameters whose gradient is none or zero,
     `because` says why. `single` says why it does not run in float64, `alone` what the error says
-    when it is given a batch. `bound` is for a network that rounds to 16 bits inside.
+    when it is given a batch (`alone_guided`: only with its guidance). `bound` is for a network
+    that rounds to bfloat16 inside: 2 ** -8.
     """
 
     build: Callable[[], Any]
@@ -48,8 +49,11 @@ class Specimen:
     because: str = ""
     single: str = ""
     alone: str = ""
+    alone_guided: str = ""
     bound: float = 0.0
 
+
+NO_LORA = "takes no adapters"  # and without adapters no layer can be told apart by sample
 
 TEXT_OF_LAST = {
     "unreached": (r"transformer\.transformer_blocks\.1\.attn1?\.(add_q_proj|norm_added_q)\..*",),

@@ -12,6 +12,7 @@ from transformers import CLIPTextModel, CLIPVisionConfig, CLIPVisionModel
 from zoo_image import CFG, SIZE, unet
 from zoo_parts import (
     LENGTH,
+    NO_LORA,
     TEXT_OF_LAST,
     WIDTH,
     Box,
@@ -708,28 +709,40 @@ SPECIMENS: dict[str, Specimen] = {
         CFG,
         unreached=(*text_after_last(0)["unreached"], r"transformer\.image_embedder\..*"),
         because=text_after_last(0)["because"] + "; there is no picture to embed",
+        alone_guided=ONE,
     ),
     "Kandinsky5T2V": Specimen(
         lambda: kandinsky5(d.Kandinsky5T2VPipeline),
         VIDEO | {"height": 32, "width": 32},
         CFG,
-        bound=1e-3,
+        bound=4e-3,
         single="its rotary embedding rounds queries and keys to bfloat16",
     ),
     "Kandinsky5I2V": Specimen(
         lambda: kandinsky5(d.Kandinsky5I2VPipeline, cond=True),
         {**VIDEO, "height": 32, "width": 32, "image": picture(32)},
         CFG,
-        bound=1e-3,
+        bound=4e-3,
         single="its rotary embedding rounds queries and keys to bfloat16",
     ),
-    "Allegro": Specimen(allegro, VIDEO, CFG),
-    "Latte": Specimen(latte, {**SIZE, "video_length": 2}, CFG),
+    "Allegro": Specimen(
+        allegro,
+        VIDEO,
+        CFG,
+        alone=NO_LORA,
+    ),
+    "Latte": Specimen(
+        latte,
+        {**SIZE, "video_length": 2},
+        CFG,
+        alone=NO_LORA,
+    ),
     "EasyAnimate": Specimen(
         lambda: easy_animate(d.EasyAnimatePipeline),
         {"height": 32, "width": 32, "num_frames": 5},
         CFG,
         **text_after_last(0),
+        alone=NO_LORA,
     ),
     "SkyReelsV2": Specimen(
         lambda: wan(
@@ -795,17 +808,32 @@ SPECIMENS: dict[str, Specimen] = {
         },
         CFG,
     ),
-    "AnimateDiff": Specimen(animate_diff, {**SIZE, "num_frames": 2}, CFG),
+    "AnimateDiff": Specimen(
+        animate_diff,
+        {**SIZE, "num_frames": 2},
+        CFG,
+        alone="cannot be split by sample",
+    ),
     "TextToVideoSD": Specimen(
         text_to_video, {**SIZE, "num_frames": 2}, CFG, alone="takes no adapters"
     ),
-    "AceStep": Specimen(ace_step, {"lyrics": "la la", "audio_duration": 4.0}),
-    "AudioLDM2": Specimen(audio_ldm2, {"audio_length_in_s": 0.004}, CFG),
+    "AceStep": Specimen(
+        ace_step,
+        {"lyrics": "la la", "audio_duration": 4.0},
+        single="its rotary embedding is computed in float32",
+    ),
+    "AudioLDM2": Specimen(
+        audio_ldm2,
+        {"audio_length_in_s": 0.004},
+        CFG,
+        alone=NO_LORA,
+    ),
     "LongCatAudioDiT": Specimen(
         longcat_audio,
         {"audio_duration_s": 0.016},
         CFG,
         unreached=(r"transformer\.latent_embed\.proj\.0\.weight",),
         because="there is no sound to go on from: its input is zero",
+        alone=NO_LORA,
     ),
 }

@@ -262,18 +262,18 @@ def restore(
 def save_weights(policy: Policy, folder: Path, world: World | None = None) -> None:
     """Write the trained weights the way diffusers and PEFT load them, and read them back.
 
-    Full fine-tuning: a model folder per denoiser, for `from_pretrained`; not of sharded weights,
-    which are in `state/` in parts until `export` joins them. LoRA: a file for
+    Full fine-tuning: a model folder per trained denoiser, for `from_pretrained`; not of sharded
+    weights, which are in `state/` in parts until `export` joins them. LoRA: a file for
     `pipe.load_lora_weights`, rank and alpha in its metadata; a second denoiser's in a subfolder
     of its name. Called on all ranks, written by the first. Raises LeanError when what is read
     back differs.
     """
     main = world is None or world.is_main
-    for i, (name, module) in enumerate(zip(policy.names, policy.denoisers, strict=True)):
+    for name, module in policy.trained().items():
         if not is_lora(module):
             if _is_sharded(module) or not main:
                 continue
-            module.save_pretrained(folder / name)
+            module.save_pretrained(folder / name)  # type: ignore[operator]
             written = _read_folder(folder / name)
             expected = module.state_dict()
         else:
@@ -285,7 +285,7 @@ def save_weights(policy: Policy, folder: Path, world: World | None = None) -> No
                 continue
             kind = name.removesuffix("_2")
             metadata = _collate_lora_metadata({kind: module})
-            target = folder if i == 0 else folder / name
+            target = folder if name == policy.names[0] else folder / name
             policy.pipe.save_lora_weights(target, **{f"{kind}_lora_layers": expected}, **metadata)
             written = _strip(load_file(target / LORA_FILE), kind)
         for key, value in expected.items():
@@ -298,11 +298,11 @@ def load_weights(policy: Policy, folder: Path, *, ema: bool = False) -> None:
 
     Raises LeanError for missing or foreign names, or when there is no running mean.
     """
-    for i, (name, module) in enumerate(zip(policy.names, policy.denoisers, strict=True)):
+    for name, module in policy.trained().items():
         if is_lora(module):
             from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-            target = folder if i == 0 else folder / name
+            target = folder if name == policy.names[0] else folder / name
             weights = _strip(load_file(target / LORA_FILE), name.removesuffix("_2"))
             own = get_peft_model_state_dict(module)
             _same_names(weights, own, target / LORA_FILE)

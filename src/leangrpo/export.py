@@ -36,7 +36,7 @@ def export_run(
         raise LeanError(f"{out} is not empty. Export into a new folder.")
     policy, at = load_run(config, run, update, ema)
     policy.detach()
-    lora = is_lora(policy.denoisers[0])
+    lora = any(map(is_lora, policy.denoisers))
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -105,14 +105,16 @@ def _align(path: Path, to: int = 64) -> None:
 
 def _compare_lora(policy: Policy, folder: Path, out: Path) -> list[str]:
     """Load a LoRA into the pipeline it was taken out of, and compare; returns how to load it."""
-    expected = {n: _adapter(m) for n, m in zip(policy.names, policy.denoisers, strict=True)}
+    trained = policy.trained()
+    expected = {name: _adapter(module) for name, module in trained.items()}
     policy.pipe.unload_lora_weights()
     lines = []
-    for i, (name, module) in enumerate(zip(policy.names, policy.denoisers, strict=True)):
-        own = {} if i == 0 else {f"load_into_{name}": True}
-        policy.pipe.load_lora_weights(folder if i == 0 else folder / name, **own)
+    for name, module in trained.items():
+        first = name == policy.names[0]
+        own = {} if first else {f"load_into_{name}": True}
+        policy.pipe.load_lora_weights(folder if first else folder / name, **own)
         _compare(name, expected[name], _adapter(module))
-        words = [repr(str(out if i == 0 else out / name)), *(f"{k}={v}" for k, v in own.items())]
+        words = [repr(str(out if first else out / name)), *(f"{k}={v}" for k, v in own.items())]
         lines.append(f"pipe.load_lora_weights({', '.join(words)})")
     return lines
 

@@ -152,6 +152,13 @@ def attention_targets(module: nn.Module) -> list[str]:
         for inner, layer in part.named_modules():
             if isinstance(layer, nn.Linear):
                 found.add(f"{own}.{inner}")
+    # a suffix that is a container elsewhere (Flux 2's to_out) is spelled out in full
+    names = dict(module.named_modules())
+    whole = {s: [n for n in names if f".{n}".endswith(f".{s}")] for s in found}
+    for suffix, places in whole.items():
+        if not all(isinstance(names[n], nn.Linear) for n in places):
+            found.remove(suffix)
+            found |= {n for n in places if isinstance(names[n], nn.Linear)}
     return sorted(found)
 
 

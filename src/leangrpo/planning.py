@@ -65,7 +65,7 @@ def make_plan(policy: Policy, sampling: Sampling) -> Plan:
     served = tuple(tuple(tape.calls.get(i, ())) for i in range(len(std)))
     if not policy.all_trained():
         for i, names in enumerate(served):
-            if not policy.trained() & set(names):
+            if not policy.trained().keys() & set(names):
                 std[i] = 0
     plan = Plan(
         shape=shape,

@@ -146,13 +146,14 @@ class Policy:
         """Counts the changes of the weights; see `guard`."""
         return self.guard.version
 
-    def trained(self) -> set[str]:
-        """The names of the denoisers of which something is trained."""
-        return {name.split(".")[0] for name, _ in self.named_parameters()}
+    def trained(self) -> dict[str, nn.Module]:
+        """The denoisers of which something is trained, by component name."""
+        networks = zip(self.names, self.denoisers, strict=True)
+        return {n: m for n, m in networks if any(p.requires_grad for p in m.parameters())}
 
     def all_trained(self) -> bool:
         """Whether every denoiser is trained (or none, where a policy only samples)."""
-        return not self.trained() or self.trained() == set(self.names)
+        return len(self.trained()) in (0, len(self.names))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trainable parameters with the denoiser's name in front: `transformer.proj_out.weight`."""
