@@ -76,8 +76,8 @@ def cases() -> dict[str, list[str]]:
     threes = ["rollout={prompts: 2, generations: 6, micro_batch: 3}"]
     add("embedded", threes, "threes float32", "fsdp")
     double = ["model.dtype=float64"]
-    one = [*double, "model.train=lora", "model.denoisers=[transformer_2]", "sampling.steps=4"]
-    add("wan22", one, "one of two", "fsdp", "replicate", schedules=("native", "reweight"))
+    one = ["model.train=lora", "model.denoisers=[transformer_2]", "sampling.steps=4"]
+    add("wan22", one, "one of two float32", "fsdp", schedules=("native", "reweight"))
     for shape in ("m6", "m2", "m3"):
         add("sd3", [*double, SHAPES[shape]], shape, "fsdp", schedules=("native", "reweight"))
     add("sd3", [*double, SHAPES["m2"]], "m2 copies", "replicate", schedules=("reweight",))

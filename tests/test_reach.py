@@ -3,8 +3,8 @@
 For every specimen, without its guidance and with it: the three schedules leave one gradient.
 Retain is bitwise native. Reweight is native within 5e-6 (some 1e3 roundings of 6e-8 with random
 signs) in float32 and within 1e-12 (as many of 1.1e-16) in float64; a specimen that rounds to
-bfloat16 inside agrees to its unit, 4e-3. A replay has bitwise the rollout's log-probability. The list
-of parameters without a gradient is exact.
+bfloat16 inside agrees to its unit, 4e-3. A replay has bitwise the rollout's log-probability. The
+list of parameters without a gradient is exact.
 """
 
 from __future__ import annotations
