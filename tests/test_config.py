@@ -283,12 +283,12 @@ def test_unreadable_sources(tmp_path: Path) -> None:
     ("overrides", "line"),
     [
         (
-            "advantage.baseline=value advantage.std=none advantage.best_of=4",
+            "advantage.baseline=value advantage.std=none advantage.clip=null advantage.best_of=4",
             "`advantage.best_of` is 4: with advantage.baseline=value generations left out would "
             "still have a baseline subtracted. Set it null.",
         ),
         (
-            "advantage.baseline=value advantage.std=none on_bad_reward=exclude",
+            "advantage.baseline=value advantage.std=none advantage.clip=null on_bad_reward=exclude",
             "`on_bad_reward` is 'exclude': with advantage.baseline=value images left out would "
             "still have a baseline subtracted. Set it to stop.",
         ),

@@ -437,7 +437,7 @@ def test_two_and_two_updates_are_four(
 MEMORIES = {
     "history": ["advantage={baseline: history, history: 6, min_history: 4}"],
     "value": [
-        "advantage={baseline: value, std: none}",
+        "advantage={baseline: value, std: none, clip: null}",
         "value={batch: 8, buffer: 20, width: 8}",
         "objective={ratio: clamp, kl: 0.01, kl_form: output}",
     ],

@@ -685,7 +685,9 @@ def ernie() -> Any:
     return pipeline(d.ErnieImagePipeline, encode, transformer=net, vae=small, scheduler=flow())
 
 
-def hunyuan_image() -> Any:
+def hunyuan_image(guider: Any = None) -> Any:
+    """Its own guider carries a momentum from its third step on; the plain one does not."""
+
     def encode(texts: list[str], _: Any, __: Any) -> Any:
         m = mask(len(texts))
         return words(texts), m, words(texts, salt=1), m
@@ -709,10 +711,8 @@ def hunyuan_image() -> Any:
         layers_per_block=1, spatial_compression_ratio=2, sample_size=16, scaling_factor=0.5,
         downsample_match_channel=False, upsample_match_channel=False,
     )  # fmt: skip
-    guiders = {
-        name: d.AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=2)
-        for name in ("guider", "ocr_guider")
-    }
+    guider = guider or d.ClassifierFreeGuidance
+    guiders = {name: guider() for name in ("guider", "ocr_guider")}
     return pipeline(
         d.HunyuanImagePipeline, encode, transformer=net, vae=small, scheduler=flow(), **guiders
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import diffusers as d
 from transformers import CLIPTextModel
-from zoo_image import SIZE, dit, sana, unet
+from zoo_image import SIZE, dit, hunyuan_image, sana, unet
 from zoo_parts import WIDTH, clip, clip_tokenizer, picture, pipeline, vae
 from zoo_video import ace_step, cosmos
 
@@ -33,6 +33,12 @@ def lcm() -> Any:
         unet=unet(time_cond_proj_dim=8),
         scheduler=d.LCMScheduler(),
         requires_safety_checker=False,
+    )
+
+
+def hunyuan_momentum() -> Any:
+    return hunyuan_image(
+        lambda: d.AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=2)
     )
 
 
@@ -151,6 +157,9 @@ REFUSED: dict[str, Refused] = {
     ),
     "DiT (with guidance)": Refused(
         "DiTPipeline", dit, {"guidance": 4.0, "call": {"class_labels": [1]}}, "twice in one batch"
+    ),
+    "HunyuanImage (its own guider)": Refused(
+        "HunyuanImagePipeline", hunyuan_momentum, {"guidance": 4.0, "call": SIZE}, "momentum"
     ),
     "AceStep (with guidance)": Refused(
         "AceStepPipeline",

@@ -235,6 +235,9 @@ def _check_advantage(config: Config) -> Iterator[LeanError]:
     if a.best_of is not None and o.kl:
         rule = "generations left out would still have a KL in the loss"
         yield problem("advantage.best_of", a.best_of, rule, "Set objective.kl to 0.")
+    if a.baseline == "value" and a.clip is not None:
+        rule = "with advantage.baseline=value it would bound the reward, before its baseline"
+        yield problem("advantage.clip", a.clip, rule, "Set it to null.")
     if a.baseline == "value":
         rule = "with advantage.baseline=value {} left out would still have a baseline subtracted"
         if a.best_of is not None:

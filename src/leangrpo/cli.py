@@ -19,7 +19,7 @@ import typer
 from . import __version__
 from .config import Config, bare_config, described, load_config, recipe_names, recipe_text, to_yaml
 from .cookbook import is_recipe
-from .errors import LeanError
+from .errors import LeanError, problem
 from .launch import (
     check_for,
     complain,
@@ -174,6 +174,14 @@ def sample(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures.")] = Path(
         "samples"
     ),
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ARGUMENT=FILE",
+            help="A picture the pipeline is called with, such as image=room.png; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     num: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise they start from.")] = 0,
     update: AtUpdate = None,
@@ -184,15 +192,24 @@ def sample(
     only_alone("sample")
     _check_writable(json_file)
     config = _of_run(run)
+    from .datasets import Example
     from .inference import sample_run
+
+    pairs = [word.partition("=") for word in image or []]
+    for argument, equals, file in pairs:
+        if not (argument and equals and os.path.isfile(file)):
+            word = f"{argument}{equals}{file}"
+            raise problem("--image", word, "it must be ARGUMENT=FILE, and the file must be there")
+    inputs = Example("", {}, {name: Path(file) for name, _, file in pairs}).open_images()
 
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LeanError(f"--out {out}: {error.strerror}. Choose another folder.") from error
-    files = sample_run(config, run, prompt, out, num=num, seed=seed, update=update, ema=ema)
-    for file in files:
-        print(file)
+    weights: dict[str, Any] = {"update": update, "ema": ema}
+    files = sample_run(config, run, prompt, out, num=num, seed=seed, inputs=inputs, **weights)
+    for path in files:
+        print(path)
     _write_json(json_file, {"files": [str(f) for f in files]})
 
 

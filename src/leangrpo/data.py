@@ -8,9 +8,9 @@ height, width and frames.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ class Transition:
     what it is taken to. `baseline` `(B,)` is subtracted from the samples' advantages at this step;
     it is known when the step is sampled. `weight` multiplies the step's loss; 0 is an idle step.
     `same_start`: the trajectory started from its group's noise (`Policy.sample(same_noise=True)`).
+    `inputs` are further arguments of the pipeline's call, such as the picture to edit.
     """
 
     keys: tuple[Hashable, ...]
@@ -55,6 +56,7 @@ class Transition:
     baseline: Tensor | None = None
     weight: float = 1.0
     same_start: bool = False
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     version: int | None = None
     process: int = field(default_factory=os.getpid)
 

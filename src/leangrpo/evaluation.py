@@ -70,6 +70,8 @@ def evaluate(
     """
     world = world or World()
     sampling = replace(policy.sampling, steps=steps or policy.sampling.steps)
+    if any(example.images for example in examples):
+        batch = 1  # each with its own picture
     starts = list(range(0, len(examples), batch))
     futures: dict[int, Future[Any]] = {}
     kept: dict[int, Tensor] = {}
@@ -80,13 +82,14 @@ def evaluate(
         prompts = [example.prompt for example in some]
         keys = [SampleKey(_EVALUATION, start + i, 0) for i in range(len(some))]
         with torch.no_grad():
-            images = policy.sample(prompts, keys, sampling=sampling).images
+            inputs = some[0].open_images()
+            images = policy.sample(prompts, keys, sampling=sampling, inputs=inputs).images
         assert images is not None
         if mine >= len(starts):
             continue
         if start < num_images:
             kept[start] = images[: num_images - start]
-        futures[start] = scorer.submit(images, prompts, [e.about({}) for e in some])
+        futures[start] = scorer.submit(images, prompts, [e.about(inputs) for e in some])
     own = {start: future.result() for start, future in futures.items()}
     parts = world.gather((own, kept))
     if not parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,12 @@ def sample_run(
     seed: int,
     update: int | None,
     ema: bool | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> list[Path]:
-    """Write `num` pictures (PNG; videos as GIF) of every prompt to `out`; returns the files."""
+    """Write `num` pictures (PNG; videos as GIF) of every prompt to `out`; returns the files.
+
+    `inputs` are further arguments of the pipeline's call, such as a picture to edit.
+    """
     from PIL import Image
 
     policy, _ = load_run(config, run, update, ema)
@@ -103,7 +107,7 @@ def sample_run(
     for p, prompt in enumerate(prompts):
         for n in range(num):
             key = SampleKey(_OWN_PROMPTS, p, n)
-            images = policy.sample([prompt], [key], sampling=sampling).images
+            images = policy.sample([prompt], [key], sampling=sampling, inputs=inputs).images
             assert images is not None
             frames = images[0] if images.dim() == 5 else images[:1]
             pixels = (frames.clamp(0, 1) * 255).round().to(torch.uint8).movedim(1, -1).numpy()

@@ -39,13 +39,18 @@ class Sampling:
 
 
 def arguments(
-    pipe: Any, sampling: Sampling, prompts: Sequence[str], options: Mapping[str, Any] | None = None
+    pipe: Any,
+    sampling: Sampling,
+    prompts: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for the pipeline's call, each one it really has.
 
-    `options` are given where the pipeline takes them. The prompts are left out where it takes
-    none, or where their embeddings are in `sampling.call`. A guidance of 1 is none, whatever a
-    pipeline calls it; one that has a guider instead gets it from there.
+    `options` are given where the pipeline takes them, `inputs` (pictures) whatever else is said.
+    The prompts are left out where it takes none, or where their embeddings are in `sampling.call`.
+    A guidance of 1 is none, whatever a pipeline calls it; one that has a guider instead gets it
+    from there.
     Raises LeanError that names the setting and the argument the pipeline lacks.
     """
     accepted = inspect.signature(type(pipe).__call__).parameters
@@ -70,6 +75,7 @@ def arguments(
             _one_or_list([sampling.negative_prompt] * len(prompts)),
         )
     wanted |= {name: (f"sampling.call.{name}", value) for name, value in sampling.call.items()}
+    wanted |= {name: (f"prompts.images.{name}", v) for name, v in (inputs or {}).items()}
     arguments: dict[str, Any] = {}
     if "prompt" in accepted and "prompt_embeds" not in sampling.call:
         arguments["prompt"] = _one_or_list(prompts)

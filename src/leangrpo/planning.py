@@ -130,23 +130,25 @@ def _starts_from(policy: Policy, sampling: Sampling, shape: tuple[int, ...]) -> 
 
 
 def check_memory(policy: Policy) -> None:
-    """Raise LeanError when a step depends on more than its latents, by replaying the second one.
+    """Raise LeanError when a step depends on more than its latents, by replaying two of them.
 
     A transition is a function of its latents. A pipeline that carries something else from one
-    step to the next (the momentum of a guidance, say) would hand a graph on as well.
+    step to the next (the momentum of a guidance, say) would hand a graph on as well. Looked at are
+    the second step and the last one, for what begins late: one whole trajectory.
     """
     plan = policy.plan()
-    second = plan.begin + 1
-    if second >= len(plan.std) or plan.std[second] <= 0:
+    later = [i for i in range(plan.begin + 1, len(plan.std)) if plan.std[i] > 0]
+    if not later:
         return
+    steps = frozenset((later[0], later[-1]))
     taken: list[Transition] = []
     tape = Tape(
         keys=(SampleKey(0, 0, 0),),
-        prompts=("",),
+        prompts=("a",),  # not the empty one, against which guidance would do nothing
         seed=policy.seed,
-        selected=frozenset([second]),
-        noisy=frozenset([second]),
-        stop=second + 1,
+        selected=steps,
+        noisy=steps,
+        stop=later[-1] + 1,
         sink=taken.append,
         begin=plan.begin,
         voices=plan.voices,
@@ -154,12 +156,13 @@ def check_memory(policy: Policy) -> None:
     policy.call(
         policy.sampling, tape, latents=policy.initial_noise(tape, plan), output_type="latent"
     )
-    again = policy.replay(taken[0], grad=False)
-    assert taken[0].mean is not None and again.mean is not None
-    error = float((again.mean - taken[0].mean).abs().max())
-    if not error <= 1e-3 * float(taken[0].mean.abs().max()):
-        raise LeanError(
-            f"{type(policy.pipe).__name__} carries more than the latents from one step to the next "
-            "(such as the momentum of its guidance), so that a step has no probability of its own. "
-            "Switch that off in sampling.call, or use another sampling.guidance."
-        )
+    for transition in taken:
+        again = policy.replay(transition, grad=False)
+        assert transition.mean is not None and again.mean is not None
+        error = float((again.mean - transition.mean).abs().max())
+        if not error <= 1e-3 * float(transition.mean.abs().max()):
+            raise LeanError(
+                f"{type(policy.pipe).__name__} carries more than the latents from one step to the "
+                "next (such as the momentum of its guidance), so that a step has no probability of "
+                "its own. Switch that off in sampling.call, or use another sampling.guidance."
+            )

@@ -69,15 +69,17 @@ class Policy:
         seed: int = 0,
         reference: Mapping[str, nn.Module] | None = None,
         dtype: torch.dtype | None = None,
+        inputs: Mapping[str, Any] | None = None,
         watch: Stopwatch | None = None,
     ) -> None:
         """`kl_form`: what `with_kl` compares, see the setting. `reference`: frozen denoisers by
         name, the policy that KL is taken to (adapters need none). `dtype`: what the denoisers
-        compute in, where it is not that of their weights."""
+        compute in, where it is not that of their weights. `inputs`: further arguments of the
+        pipeline's call, where `sample` is given none (a picture to plan with)."""
         if isinstance(previous := getattr(pipe, "_leangrpo", None), Policy):
             previous.detach()
         self.pipe, self.seed, self.watch = pipe, seed, watch or Stopwatch()
-        self.kl_form = kl_form
+        self.kl_form, self.inputs = kl_form, dict(inputs or {})
         self.names = list(denoisers(pipe))
         if not self.names:
             raise LeanError(
@@ -184,6 +186,7 @@ class Policy:
         decode: bool = True,
         same_noise: bool = False,
         prefix: Prefix | None = None,
+        inputs: Mapping[str, Any] | None = None,
         on_transition: Callable[[Transition], None] | None = None,
         capture: Capture | None = None,
         sampling: Sampling | None = None,
@@ -194,7 +197,8 @@ class Policy:
         others leave nothing behind. `noisy` steps are stochastic (default: every step that has
         noise, or none when nothing is selected: the pipeline's own deterministic sampler).
         With `same_noise` the generations of a prompt start from the same noise, and with a `prefix`
-        they go on from where it ends instead of running its steps again.
+        they go on from where it ends instead of running its steps again. `inputs` are further
+        arguments of the pipeline's call, such as the picture to edit: one for all B.
         `on_transition` takes each transition as it appears, so that its graph can go at once;
         `capture` is on while several samples are sampled together (see `capture`).
         Raises LeanError for a selected step that does not exist or has no noise, and for noisy
@@ -235,6 +239,7 @@ class Policy:
             begin=plan.begin,
             voices=plan.voices,
             same_start=same_noise,
+            inputs=inputs or {},
             flash=sampling.flash,
             window=window(noisy, sampling.flash),
         )
@@ -252,7 +257,9 @@ class Policy:
         images = as_tensor(output) if decode else None
         return Rollout(tape.keys, tape.prompts, images, tape.final, tuple(taken))
 
-    def prefix(self, prompt: str, key: SampleKey, step: int) -> Prefix:
+    def prefix(
+        self, prompt: str, key: SampleKey, step: int, *, inputs: Mapping[str, Any] | None = None
+    ) -> Prefix:
         """Run the deterministic steps [0, `step`) that all generations of a prompt share, once.
 
         They share them when they start from the same noise (`sample(same_noise=True)`) and draw
@@ -268,6 +275,7 @@ class Policy:
             begin=plan.begin,
             voices=plan.voices,
             same_start=True,
+            inputs=inputs or {},
             flash=self.sampling.flash,
             window=window([step], self.sampling.flash),  # where it ends makes no difference here
         )
@@ -326,6 +334,7 @@ class Policy:
             at=t.step,
             stop=t.step + 1,
             same_start=t.same_start,
+            inputs=t.inputs,
             version=self.version,
             sink=taken.append,
         )
@@ -434,7 +443,9 @@ class Policy:
         try:
             with torch.random.fork_rng(devices):
                 torch.manual_seed(first.initial_seed())
-                output = self.pipe(**arguments(self.pipe, sampling, prompts, options))
+                output = self.pipe(
+                    **arguments(self.pipe, sampling, prompts, options, tape.inputs or self.inputs)
+                )
         except Finished:
             return None
         except (ValueError, TypeError, IndexError, AssertionError, RuntimeError) as error:

@@ -303,6 +303,7 @@ def make_policy(
         only=m.denoisers,
     )
     sampling = make_sampling(config)
+    inputs = read_examples(config.prompts)[0].open_images() if config.prompts.images else None
     copied = config.objective.needs_reference and m.train == "full"
     reference = copy_denoisers(pipe, m.denoisers) if copied else None
     if sharded:
@@ -322,6 +323,7 @@ def make_policy(
         noise_level=k.noise_level,
         reduce=k.reduce,
         kl_form=config.objective.kl_form,
+        inputs=inputs,
         seed=config.seed,
         watch=watch,
     )

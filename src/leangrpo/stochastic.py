@@ -251,6 +251,7 @@ class Stochastic:
                     kl_std=step.kl_std,
                     output=output,
                     same_start=tape.same_start,
+                    inputs=tape.inputs,
                     version=tape.version,
                 )
             )

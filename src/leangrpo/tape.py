@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -36,12 +36,12 @@ class Tape:
     that step together. `span` restricts the call to the steps [start, stop), and `stop` ends it
     there, before anything is decoded. `latents` `(B, ...)` are those before step `at`: until then
     they are handed on as they are. For a replay, `next_latents` is the other end of the stored
-    transition, which is scored, not drawn. `same_start`: see `Policy.sample`. `capture` is told the
-    batch of every denoiser call. A `planning` call finds out `begin` and `voices`, and the
-    denoisers of each step (`calls`); with `given` `(B, ...)` it ends by telling whether that is
-    where the loop started. With `flash` the steps outside `window` are fewer (see `solver`);
-    indices are still those of all T steps. `history` is what the solver remembers: of an earlier
-    call that this one goes on from, and at the end of this one.
+    transition, which is scored, not drawn. `same_start` and `inputs`: see `Policy.sample`.
+    `capture` is told the batch of every denoiser call. A `planning` call finds out `begin` and
+    `voices`, and the denoisers of each step (`calls`); with `given` `(B, ...)` it ends by telling
+    whether that is where the loop started. With `flash` the steps outside `window` are fewer (see
+    `solver`); indices are still those of all T steps. `history` is what the solver remembers: of
+    an earlier call that this one goes on from, and at the end of this one.
     """
 
     keys: tuple[SampleKey, ...] = ()
@@ -60,6 +60,7 @@ class Tape:
     capture: Capture | None = None
     stop: int | None = None
     same_start: bool = False
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     flash: Flash | None = None
     window: tuple[int, int] | None = None
     history: list[Tensor] = field(default_factory=list)

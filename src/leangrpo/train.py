@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from .advantages import subtract_kl
 from .checkpoint import Checkpoints, weights_sha256
 from .collectives import in_order
 from .config import Config, config_hash
@@ -136,7 +137,9 @@ def one_update(s: Setup, update: int) -> dict[str, Any]:
     value_loss = None
     if s.critic is not None:
         with watch.stage("optimizer"):
-            value_loss = s.critic.after(table.rewards)
+            s.whole = False  # it has seen an update that is not counted yet
+            beta = s.config.objective.kl_in_reward
+            value_loss = s.critic.after(subtract_kl(table.rewards, table.kl, beta))
     for place, one in zip(steps, line_steps, strict=True):
         one |= dict(zip(("epoch", "part"), place, strict=True))
     line = _line(s, update, table, line_steps)
@@ -164,6 +167,10 @@ def roll_out(
     offset = part * s.layout.prompts
     drawn = draw(s.examples, config.seed, update, config.rollout.prompts)
     waves = s.layout.of(world.rank)
+    pictures = {
+        p: drawn[p].open_images()
+        for p in {offset + slot.prompt for wave in waves for slot in wave.slots}
+    }
     mine: list[tuple[int, int]] = []
 
     def take(slot: Slot, transition: Transition) -> None:
@@ -182,7 +189,8 @@ def roll_out(
             p, generations = offset + slot.prompt, list(slot.generations)
             selection = s.select(update, p, generations[0])
             if s.shares_prefix and prefix is None and (first := selection.stochastic[0]):
-                prefix = policy.prefix(drawn[p].prompt, SampleKey(update, p, 0), first)
+                key = SampleKey(update, p, 0)
+                prefix = policy.prefix(drawn[p].prompt, key, first, inputs=pictures[p])
             rollout = policy.sample(
                 [drawn[p].prompt] * len(generations),
                 [SampleKey(update, p, g) for g in generations],
@@ -193,6 +201,7 @@ def roll_out(
                 decode=not slot.idle,
                 same_noise=config.rollout.initial_noise == "group",
                 prefix=prefix,
+                inputs=pictures[p],
                 on_transition=None if s.needs_kl or s.deferred else partial(take, slot),
             )
             for transition in rollout.transitions:
@@ -203,7 +212,7 @@ def roll_out(
                 take(slot, transition)
             if not slot.idle:
                 assert rollout.images is not None
-                about = [drawn[p].about({}) for _ in generations]
+                about = [drawn[p].about(pictures[p]) for _ in generations]
                 scores = s.scorer.submit(rollout.images, rollout.prompts, about)
                 waiting.append((p, generations, scores))
         with s.watch.stage("reward"):
@@ -221,6 +230,7 @@ def roll_out(
             for p in groups:
                 table.gather_group(world, s.layout, p, [g for _, g in own])
         if groups:
+            s.whole = s.whole and not s.credit.remembers  # what it remembers is of this update now
             each = {name: values[groups] for name, values in table.each.items()}
             table.advantages[groups] = s.credit.advantages(
                 table.rewards[groups], each, table.kl[groups], [drawn[p].name for p in groups]
