@@ -22,6 +22,7 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
     UNet2DConditionModel,
     UniPCMultistepScheduler,
     WanPipeline,
@@ -48,7 +49,9 @@ CALL: dict[str, dict[str, Any]] = {
     "sd3": {"height": 16, "width": 16, "max_sequence_length": T5_LENGTH},
     "flux": {"height": 16, "width": 16, "max_sequence_length": T5_LENGTH},
     "wan": {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": T5_LENGTH},
+    "wan22": {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": T5_LENGTH},
     "sd": {"height": 16, "width": 16},
+    "sdxl": {"height": 16, "width": 16},
 }
 """Keyword arguments of each pipeline's call besides prompt, steps and guidance."""
 
@@ -121,18 +124,7 @@ def tiny_wan(seed: int = 0, *, unipc: bool = False, second: bool = False) -> Any
     network of its own for timesteps below 900, as Wan 2.2 has it.
     """
     torch.manual_seed(seed)
-    transformer = WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=16,
-        ffn_dim=32,
-        num_layers=2,
-        rope_max_seq_len=16,
-    )
+    transformer = _wan_transformer()
     vae = AutoencoderKLWan(
         base_dim=4,
         z_dim=4,
@@ -165,6 +157,32 @@ def tiny_wan(seed: int = 0, *, unipc: bool = False, second: bool = False) -> Any
     return _finish(pipe)
 
 
+def tiny_wan22(seed: int = 0) -> Any:
+    """`tiny_wan` with two denoisers: the second takes over below a noise level of 0.875."""
+    pipe = tiny_wan(seed)
+    torch.manual_seed(seed + 1)
+    second = _wan_transformer()
+    _away_from_zero(second)
+    pipe.register_modules(transformer_2=second.eval())
+    pipe.register_to_config(boundary_ratio=0.875)
+    return pipe
+
+
+def _wan_transformer() -> WanTransformer3DModel:
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        rope_max_seq_len=16,
+    )
+
+
 def tiny_sd(seed: int = 0, *, prediction_type: str = "epsilon") -> Any:
     """StableDiffusionPipeline with DDIM and no safety checker; latents (4, 8, 8)."""
     torch.manual_seed(seed)
@@ -180,15 +198,7 @@ def tiny_sd(seed: int = 0, *, prediction_type: str = "epsilon") -> Any:
         cross_attention_dim=16,
         attention_head_dim=2,
     )
-    scheduler = DDIMScheduler(
-        beta_start=0.00085,
-        beta_end=0.012,
-        beta_schedule="scaled_linear",
-        clip_sample=False,
-        set_alpha_to_one=False,
-        steps_offset=1,
-        prediction_type=prediction_type,
-    )
+    scheduler = _ddim(prediction_type)
     pipe = StableDiffusionPipeline(
         vae=_vae(),
         text_encoder=_clip(CLIPTextModel),
@@ -202,11 +212,55 @@ def tiny_sd(seed: int = 0, *, prediction_type: str = "epsilon") -> Any:
     return _finish(pipe)
 
 
+def tiny_sdxl(seed: int = 0) -> Any:
+    """StableDiffusionXLPipeline with DDIM: two CLIP encoders, size embeddings; latents (4, 8, 8)."""
+    torch.manual_seed(seed)
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+        cross_attention_dim=32,
+        attention_head_dim=2,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=4,
+        projection_class_embeddings_input_dim=16 + 6 * 4,
+    )
+    pipe = StableDiffusionXLPipeline(
+        vae=_vae(),
+        text_encoder=_clip(CLIPTextModel),
+        tokenizer=_clip_tokenizer(),
+        text_encoder_2=_clip(CLIPTextModelWithProjection),
+        tokenizer_2=_clip_tokenizer(),
+        unet=unet,
+        scheduler=_ddim("epsilon"),
+    )
+    return _finish(pipe)
+
+
+def _ddim(prediction_type: str) -> DDIMScheduler:
+    return DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+        prediction_type=prediction_type,
+    )
+
+
 BUILDERS: dict[str, Callable[..., Any]] = {
     "sd3": tiny_sd3,
     "flux": tiny_flux,
     "wan": tiny_wan,
+    "wan22": tiny_wan22,
     "sd": tiny_sd,
+    "sdxl": tiny_sdxl,
 }
 """The builders by the names of `CALL`."""
 
