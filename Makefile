@@ -8,10 +8,10 @@ STAMP := .venv/.installed
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo test test-all conformance lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train the embedded recipe and print its result (ARGS="..." are passed on)
 	$(BIN)/leangrpo train $(ARGS)
@@ -21,6 +21,9 @@ test: lint ## what CI runs: lint, types, all but the slow tests
 
 test-all: lint ## the same with the long campaigns
 	$(TEST_ENV) $(BIN)/pytest -n 2 --dist loadgroup -m "slow or not slow"
+
+conformance: $(STAMP) ## every algorithm on every kind of model, as a table (ARGS="--models sd3" are passed on)
+	$(TEST_ENV) $(BIN)/python tests/conformance.py $(ARGS)
 
 lint: $(STAMP) ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check

@@ -12,21 +12,23 @@ of random weights (`tiny`), and ends with 1 when a row fails. A row holds when
   settings and nothing of the code;
 * a run resumed from its first update ends with bitwise the weights of one that ran through.
 
-A pair that cannot be, such as a DDIM kernel on a flow-matching model, must be refused, and its row
-has the reason.
+A pair that cannot be, such as a DDIM kernel on a flow-matching model, must be refused; these pairs
+are listed below the table with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import logging
 import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,8 @@ from torch import Tensor
 from leangrpo import train as loop
 from leangrpo.config import Config, load_config
 from leangrpo.errors import LeanError
+from leangrpo.loading import denoisers, load_pipeline
 from leangrpo.oracle import float64_throughout
-from leangrpo.report import read_run
 from leangrpo.setup import Setup, set_up
 
 SCHEDULES = ("native", "retain", "reweight")
@@ -66,7 +68,13 @@ NOISE_PREDICTING = ("sd", "sdxl")
 TWO_CALLS = ("wan",)
 """Pipelines whose guidance is a second call of the denoiser, not a batch of twice the size."""
 
-SMALL = ["sampling.steps=5", "rollout.prompts=2", "rollout.generations=3", "checkpoint.every=1"]
+SMALL = [
+    "sampling.steps=5",
+    "rollout.prompts=2",
+    "rollout.generations=3",
+    "rollout.micro_batch=1",
+    "checkpoint.every=1",
+]
 
 WINDOW = ["selection.size=2", "selection.range=[0, 4]"]
 
@@ -74,19 +82,136 @@ ALGORITHMS: dict[str, list[str]] = {
     "flow-grpo": [],
     "flow-grpo-fast": WINDOW,
     "flow-grpo-fast-branch": WINDOW,
-    "grpo-guard": ["selection={rule: fraction, fraction: 1.0, size: null, range: null}"],
+    "grpo-guard": [
+        "selection.rule=fraction",
+        "selection.fraction=1.0",
+        "selection.size=null",
+        "selection.range=null",
+    ],
     "flow-cps": [],
     "dance-grpo": ["rollout.parts=2"],
-    "dance-grpo-best-of": ["rollout={parts: 2, generations: 4}", "advantage.best_of=2"],
+    "dance-grpo-best-of": ["rollout.parts=2", "rollout.generations=4", "advantage.best_of=2"],
     "mix-grpo": [*WINDOW, "selection.every=1", "rollout.parts=2"],
     "mix-grpo-flash": [*WINDOW, "selection.every=1", "rollout.parts=2"],
     "mix-grpo-flash-star": [*WINDOW, "rollout.parts=2"],
-    "ddpo": ["rollout.parts=2", "advantage={history: 5, min_history: 4}"],
-    "ddpo-on-policy": ["advantage={history: 5, min_history: 4}"],
+    "ddpo": ["rollout.parts=2", "advantage.history=5", "advantage.min_history=4"],
+    "ddpo-on-policy": ["advantage.history=5", "advantage.min_history=4"],
     "dpok": ["rollout.parts=2"],
 }
 """Recipes, and what makes each one small besides `SMALL`. DDPO's history is shorter than two
 updates, so that it decides the second; MixGRPO's window moves between them."""
+
+STAND_INS: dict[str, list[str]] = {
+    "flow-grpo-fast": [
+        "kernel.name=flow_cps",
+        "kernel.noise_level=0.8",
+        "selection.rule=window",
+        "selection.size=2",
+        "selection.range=[0, 4]",
+        "selection.per=group",
+        "selection.outside=deterministic",
+        "rollout.parts=2",
+        "advantage.std=global",
+        "objective.clip_range=1e-5",
+    ],
+    "flow-grpo-fast-branch": [
+        "kernel.name=flow_sde",
+        "kernel.noise_level=0.7",
+        "selection.rule=window",
+        "selection.size=2",
+        "selection.range=[0, 4]",
+        "selection.per=group",
+        "selection.outside=deterministic",
+        "rollout.parts=2",
+        "rollout.initial_noise=group",
+        "rollout.share_prefix=true",
+        "advantage.std=global",
+        "objective.clip_range=1e-5",
+    ],
+    "grpo-guard": [
+        "kernel.name=flow_sde",
+        "kernel.noise_level=0.7",
+        "selection.rule=fraction",
+        "selection.fraction=1.0",
+        "selection.size=null",
+        "selection.range=null",
+        "rollout.parts=2",
+        "objective.ratio=guard",
+        "objective.clip_range=2e-6",
+    ],
+    "flow-cps": [
+        "kernel.name=flow_cps",
+        "kernel.noise_level=0.8",
+        "selection.rule=fraction",
+        "selection.fraction=1.0",
+        "rollout.parts=2",
+        "advantage.std=global",
+    ],
+    "dance-grpo": [
+        "kernel.name=dance_sde",
+        "kernel.noise_level=0.3",
+        "selection.rule=random",
+        "selection.fraction=0.6",
+        "selection.per=sample",
+        "selection.last_noise=false",
+        "rollout.initial_noise=group",
+        "advantage.ddof=1",
+        "advantage.epsilon=1e-8",
+    ],
+    "dance-grpo-best-of": [
+        "kernel.name=dance_sde",
+        "kernel.noise_level=0.25",
+        "selection.rule=random",
+        "selection.fraction=0.6",
+        "selection.per=sample",
+        "selection.last_noise=false",
+        "rollout.initial_noise=group",
+        "advantage.ddof=1",
+        "advantage.epsilon=1e-8",
+    ],
+    "mix-grpo": [
+        "kernel.name=flow_sde",
+        "kernel.noise_level=0.7",
+        "selection.rule=window",
+        "selection.move=progressive",
+        "selection.outside=deterministic",
+        "rollout.initial_noise=group",
+        "advantage.ddof=1",
+        "advantage.epsilon=1e-8",
+        "advantage.rewards=each",
+    ],
+    "ddpo": [
+        "kernel.name=ddim",
+        "kernel.noise_level=1.0",
+        "selection.rule=fraction",
+        "selection.fraction=1.0",
+        "selection.last=true",
+        "advantage.baseline=history",
+        "advantage.epsilon=1e-6",
+    ],
+    "ddpo-on-policy": [
+        "kernel.name=ddim",
+        "kernel.noise_level=1.0",
+        "selection.rule=fraction",
+        "selection.fraction=1.0",
+        "selection.last=true",
+        "advantage.baseline=history",
+        "advantage.epsilon=1e-6",
+    ],
+    "dpok": [
+        "kernel.name=ddim",
+        "kernel.noise_level=1.0",
+        "selection.rule=fraction",
+        "selection.fraction=1.0",
+        "selection.last=true",
+        "advantage.baseline=value",
+        "advantage.std=none",
+        "advantage.clip=null",
+        "objective.ratio=clamp",
+        "objective.kl=0.01",
+        "objective.kl_form=output",
+    ],
+}
 
 
 # -- rewards, named `conformance:...` in the settings ----------------------------------------------
@@ -214,16 +339,19 @@ def watch(s: Setup, seen: Seen, model: str) -> None:
 
 def settings(algorithm: str, model: str, root: Path, run: Path, *more: str) -> Config:
     call = tiny.CALL[model]
-    own = [f"sampling.{key}={call[key]}" for key in ("height", "width", "num_frames") if key in call]
-    if "max_sequence_length" in call:
-        own.append(f"sampling.call={{max_sequence_length: {call['max_sequence_length']}}}")
+    own = [
+        f"sampling.{key}={call[key]}" for key in ("height", "width", "num_frames") if key in call
+    ]
+    more_of_call = {k: v for k, v in call.items() if k == "max_sequence_length"}
     return load_config(
-        algorithm,
+        algorithm if algorithm not in STAND_INS else "embedded",
         [
+            *STAND_INS.get(algorithm, []),
             f"model.pipeline={root / model}",
             f"prompts={{train: {root / 'prompts.txt'}, heldout: null}}",
             "rewards=[{name: 'conformance:brightness'}, "
             "{name: 'conformance:contrast', weight: 0.5}]",
+            f"sampling.call={more_of_call}",
             *own,
             *MODELS[model],
             *SMALL,
@@ -235,10 +363,22 @@ def settings(algorithm: str, model: str, root: Path, run: Path, *more: str) -> C
     )
 
 
+def load_in_float64(source: str, **options: Any) -> Any:
+    """Also what diffusers keeps in float32 whatever is asked for, such as Wan's time embedding."""
+    pipe = load_pipeline(source, **options)
+    for module in denoisers(pipe).values():
+        torch.nn.Module.to(module, torch.float64)  # diffusers' own warns of the other way round
+    return pipe
+
+
 def run(config: Config, model: str, *, resume: bool = False) -> Seen:
     seen = Seen()
-    exact = float64_throughout() if config.model.dtype == "float64" else nullcontext()
-    with exact, watched(seen, model):
+    with ExitStack() as stack:
+        if config.model.dtype == "float64":
+            stack.enter_context(float64_throughout())
+            stack.enter_context(mock.patch("leangrpo.setup.load_pipeline", load_in_float64))
+        stack.enter_context(watched(seen, model))
+        stack.enter_context(redirect_stdout(io.StringIO()))
         seen.weights = loop.train(config, resume=resume, quiet=True)["weights_sha256"]
     return seen
 
@@ -365,8 +505,6 @@ def table(rows: Sequence[Row]) -> Any:
         made.add_column(name)
     for r in rows:
         if r.refused and not r.failures:
-            reason = r.refused.partition(": ")[2]
-            made.add_row(r.algorithm, r.model, "refused", "", "", "", "", "", reason)
             continue
         native, lean = (r.calls.get(schedule, []) for schedule in ("native", "reweight"))
         made.add_row(
@@ -378,9 +516,20 @@ def table(rows: Sequence[Row]) -> Any:
             ", ".join(map(str, lean)),
             str(r.updates),
             {True: "bitwise", False: "DIFFERS", None: ""}[r.resumed],
-            "; ".join([*r.notes, *(f"FAILED: {f}" for f in r.failures)]),
+            "FAILED, see below" if r.failures else "; ".join(r.notes),
         )
     return made
+
+
+def refusals(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
+    """Reason -> algorithms -> models, of the pairs that cannot be."""
+    found: dict[str, dict[str, str]] = {}
+    for r in rows:
+        if r.refused and not r.failures:
+            pairs = found.setdefault(r.refused.partition(": ")[2], {})
+            models = pairs.get(r.algorithm)
+            pairs[r.algorithm] = f"{models}, {r.model}" if models else r.model
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -392,6 +541,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file to write the rows to")
     given = parser.parse_args(arguments)
     algorithms, models = given.algorithms.split(","), given.models.split(",")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     for what, names, known in (
         ("algorithm", algorithms, ALGORITHMS),
         ("model", models, MODELS),
@@ -400,7 +550,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name not in known:
                 parser.error(f"there is no {what} {name!r}; there are {', '.join(known)}")
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         root = make_models(Path(folder), models)
@@ -411,6 +560,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(".", end="", flush=True, file=sys.stderr)
     print(file=sys.stderr)
     Console(width=140).print(table(rows))
+    for reason, pairs in refusals(rows).items():
+        print(f"refused: {'; '.join(f'{a} on {m}' for a, m in pairs.items())}: {reason}")
+    for r in rows:
+        for failure in r.failures:
+            print(f"FAILED: {r.algorithm} on {r.model}: {failure}")
     if given.json:
         given.json.write_text(json.dumps([asdict(r) for r in rows], indent=1), encoding="utf-8")
     failed = [r for r in rows if r.failures]

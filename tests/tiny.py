@@ -213,7 +213,7 @@ def tiny_sd(seed: int = 0, *, prediction_type: str = "epsilon") -> Any:
 
 
 def tiny_sdxl(seed: int = 0) -> Any:
-    """StableDiffusionXLPipeline with DDIM: two CLIP encoders, size embeddings; latents (4, 8, 8)."""
+    """StableDiffusionXLPipeline with DDIM: two CLIP encoders; latents (4, 8, 8)."""
     torch.manual_seed(seed)
     unet = UNet2DConditionModel(
         sample_size=8,
