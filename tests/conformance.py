@@ -290,6 +290,8 @@ def watched(seen: Seen, model: str) -> Iterator[None]:
         s = set_up(config, resume=resume, quiet=quiet)
         if not resume:
             move(s)
+        if s.critic is not None and config.model.dtype == "float64":
+            s.critic.value.network.double()  # its features are, inside float64_throughout
         watch(s, seen, model)
         return s
 
@@ -298,10 +300,11 @@ def watched(seen: Seen, model: str) -> Iterator[None]:
 
 
 def move(s: Setup, size: float = 0.02) -> None:
-    """Away from the start, where the reference is the policy and every KL has no gradient."""
+    """Away from the start, where no KL has a gradient and a value network says 0."""
     generator = torch.Generator().manual_seed(5)
+    value = [s.critic.value.network.last] if s.critic is not None else []
     with torch.no_grad():
-        for p in s.policy.parameters:
+        for p in (*s.policy.parameters, *value):
             p += size * torch.randn(p.shape, generator=generator).to(p)
 
 

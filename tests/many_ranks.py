@@ -36,6 +36,10 @@ def flat(dark: torch.Tensor, prompts: list[str], metadata: list[Any]) -> list[fl
     return [0.0 if "dog" in p else s for p, s in zip(prompts, scores, strict=True)]
 
 
+def contrast(images: torch.Tensor, prompts: list[str], metadata: list[Any]) -> torch.Tensor:
+    return images.flatten(1).double().std(dim=1)
+
+
 def run(overrides: list[str], updates: int = 1) -> dict[str, Any]:
     with ExitStack() as stack:
         if "model.dtype=float64" in overrides:
@@ -64,6 +68,9 @@ def run(overrides: list[str], updates: int = 1) -> dict[str, Any]:
                 from leangrpo.parallel import scatter_like
 
                 p.add_(scatter_like(0.02 * noise.to(full), p))
+            if s.critic is not None:  # in float64 like its features, and not 0 everywhere
+                network = s.critic.value.network.double()
+                network.last += 0.1 * torch.linspace(-1, 1, network.last.numel())
         with s.scorer, s.judge:
             lines = [one_update(s, u) for u in range(updates)]
         hook.remove()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from train_ranks import python_path
 
 from leangrpo.errors import LeanError
 from leangrpo.parallel import blocks, divide
@@ -112,9 +113,42 @@ def cases() -> dict[str, list[str]]:
     guided = [*double, "sampling.guidance=4.0", "model.train=lora"]
     add("sd3", guided, "guided", "fsdp")
     add("sd3", [*double, "rollout.parts=2", "rollout.epochs=2"], "parts", "fsdp")
+    add_parts(add, double)
     narrow = ["model={dtype: bfloat16, master_dtype: float32, train: full}"]
     add("sd3", narrow, "master", "fsdp", schedules=late)
     return found
+
+
+def add_parts(add: Any, double: list[str]) -> None:
+    """Parts of algorithms where ranks do different things: other steps, other samples left out."""
+    classic = "parallel={replicate: 1, layout: classic}"
+    four = [*double, "sampling.steps=4"]
+    dance = [
+        "selection={rule: random, fraction: 0.67, per: sample, last_noise: false}",
+        "rollout.initial_noise=group",
+        "objective.step_weights=[0.5, 1.0, 2.0, 1.5]",
+    ]
+    add("sd3", [*four, *dance], "steps of a sample", classic)
+    add("sd3", [*four, *dance], "steps of a sample", "fsdp", schedules=("reweight",))
+    window = "selection={rule: window, size: 2, outside: deterministic, per: "
+    add("sd3", [*four, f"{window}group}}"], "steps of a group", classic)
+    shared = ["rollout.initial_noise=group", "rollout.share_prefix=true", "seed=1"]
+    few = ("native", "reweight")
+    for per in ("update", "group"):
+        prefix = [*four, f"{window}{per}}}", *shared]
+        add("sd3", prefix, f"prefix of a {per}", "fsdp", schedules=few)
+    both = "[{name: 'many_ranks:brightness'}, {name: 'many_ranks:contrast', weight: 0.5}]"
+    best = "advantage={best_of: 2, rewards: each, ddof: 1, epsilon: 1e-8}"
+    add("sd3", [*double, f"rewards={both}", best], "best of", "fsdp")
+    add("sd3", [*double, f"rewards={both}", best], "best of", classic, schedules=("reweight",))
+    history = "advantage={baseline: history, history: 6, min_history: 4, epsilon: 1e-6}"
+    add("sd3", [*double, history], "history", "fsdp", schedules=("reweight",))
+    everybody = "advantage.baseline=global"
+    add("sd3", [*double, everybody], "global baseline", classic, schedules=("reweight",))
+    guard = ["objective={ratio: guard, clip_range: 1e-5}", "rollout.parts=2"]
+    add("sd3", [*double, *guard], "guard", "fsdp", schedules=few)
+    value = "advantage={baseline: value, std: none, clip: null}"
+    add("sd3", [*double, value], "value", "fsdp", schedules=few)
 
 
 CASES = cases()
@@ -165,7 +199,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Any:
             launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
             launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
         here = Path(__file__).parent
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(here)}
         command = [*launch, str(here / "many_ranks.py"), str(out), str(out / "cases.json")]
         result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
         if result.returncode:

@@ -97,10 +97,15 @@ def launch(ranks: int, jobs: list[dict[str, Any]], root: Path, *, killed: bool =
     here = Path(__file__)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(here), str(file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here.parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(here.parent)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     ended = file.with_suffix(".done").exists() and (result.returncode != 0) == killed
     assert ended, f"{ranks} ranks: {result.stderr[-6000:]}"
+
+
+def python_path(tests: Path) -> str:
+    """The tests first, then what this process was given: the same package in every process."""
+    return os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def leave_at(update: int, source: Path, target: Path) -> None:

@@ -94,23 +94,25 @@ class Collectives(TorchDispatchMode):
         return hashlib.sha256("\n".join(self.sequence).encode()).hexdigest()
 
     def call(self, name: str, step: int) -> None:
-        """A denoiser is about to run a step, which it does on all of `ranks` or on none.
+        """A denoiser is about to run, which it does on all of `ranks` or on none.
 
         Two denoisers of one shape would gather from each other without an error, so the names are
-        compared before. Raises LeanError on all ranks.
+        compared before. The steps may differ where each sample has its own (`selection.per`).
+        Raises LeanError on all ranks.
         """
-        words = f"{name} at step {step}"
-        self.sequence.append(f"forward of {words}")
+        self.sequence.append(f"forward of {name}")
         if len(self.ranks) < 2:
             return
         found: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(found, words, group=self.group)
-        if len(set(found)) > 1:
-            said = ", ".join(f"rank {r} {w}" for r, w in zip(self.ranks, found, strict=True))
+        dist.all_gather_object(found, (name, step), group=self.group)
+        if len({one for one, _ in found}) > 1:
+            said = ", ".join(
+                f"rank {r} {one} at step {i}" for r, (one, i) in zip(self.ranks, found, strict=True)
+            )
             raise LeanError(
                 f"Ranks that hold the weights together are about to run different forwards: {said}."
-                " They must call the same denoiser for the same step; what decides which one it is "
-                "(a boundary timestep, the selected steps) must not differ between ranks."
+                " They must call the same denoiser; what decides which one it is (a boundary "
+                "timestep, the selected steps) must not differ between ranks."
             )
 
     def compare(self, world: World, when: str) -> None:
