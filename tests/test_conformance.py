@@ -22,7 +22,7 @@ QUICK = [
     ("flow-grpo-fast-branch", "wan"),
     ("grpo-guard", "flux"),
     ("dance-grpo-best-of", "wan22"),
-    ("mix-grpo", "flux"),
+    ("mix-grpo-flash", "flux"),
     ("ddpo", "sd"),
     ("dpok", "sd"),
     ("ddpo-on-policy", "sd3"),
@@ -94,9 +94,22 @@ def test_expected_calls() -> None:
     assert calls("native", parts) == 6 * 5 + 4 * 3 * 2
 
 
-def test_evaluations_without_flash() -> None:
-    config = load_config("embedded", ["sampling.steps=25"])
-    assert evaluations(config, (4, 5, 6, 7)) == (25, 4)
+@pytest.mark.parametrize(
+    ("flash", "start", "expected"),
+    [
+        ("{ratio: null}", 4, 25),
+        ("{ratio: 0.4}", 0, 11),  # MixGRPO-Flash: 4 + 7
+        ("{ratio: 0.4}", 17, 22),
+        ("{ratio: 0.2}", 0, 7),  # Flash*: 4 + 3
+        ("{ratio: 0.4, where: around}", 10, 4 + 4 + 3),
+    ],
+)
+def test_evaluations_of_a_trajectory(flash: str, start: int, expected: int) -> None:
+    """25 steps and a window of 4, as published."""
+    config = load_config("embedded", ["sampling.steps=25", f"sampling.flash={flash}"])
+    total, before = evaluations(config, range(start, start + 4))
+    assert total == expected
+    assert before == (4 if "around" in flash else start)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
