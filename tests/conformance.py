@@ -43,6 +43,7 @@ from torch import Tensor
 
 from leangrpo import train as loop
 from leangrpo.config import Config, load_config
+from leangrpo.cookbook import FOLDER
 from leangrpo.errors import LeanError
 from leangrpo.loading import denoisers, load_pipeline
 from leangrpo.oracle import float64_throughout
@@ -78,165 +79,25 @@ SMALL = [
 
 WINDOW = ["selection.size=2", "selection.range=[0, 4]"]
 
+TWO_PARTS = ["rollout.parts=2"]
+
 ALGORITHMS: dict[str, list[str]] = {
     "flow-grpo": [],
     "flow-grpo-fast": WINDOW,
     "flow-grpo-fast-branch": WINDOW,
-    "grpo-guard": [
-        "selection.rule=fraction",
-        "selection.fraction=1.0",
-        "selection.size=null",
-        "selection.range=null",
-    ],
+    "grpo-guard": [],
     "flow-cps": [],
-    "dance-grpo": ["rollout.parts=2"],
-    "dance-grpo-best-of": ["rollout.parts=2", "rollout.generations=4", "advantage.best_of=2"],
-    "mix-grpo": [*WINDOW, "selection.every=1", "rollout.parts=2"],
-    "mix-grpo-flash": [*WINDOW, "selection.every=1", "rollout.parts=2", "sampling.steps=12"],
-    "mix-grpo-flash-star": [*WINDOW, "rollout.parts=2", "sampling.steps=12"],
-    "ddpo": ["rollout.parts=2", "advantage.history=5", "advantage.min_history=4"],
+    "dance-grpo": [],
+    "dance-grpo-best-of": ["rollout.generations=4", "advantage.best_of=2"],
+    "mix-grpo": [*WINDOW, "selection.every=1", *TWO_PARTS],
+    "mix-grpo-flash": [*WINDOW, "selection.every=1", *TWO_PARTS, "sampling.steps=12"],
+    "mix-grpo-flash-star": [*WINDOW, *TWO_PARTS, "sampling.steps=12"],
+    "ddpo": [*TWO_PARTS, "advantage.history=5", "advantage.min_history=4"],
     "ddpo-on-policy": ["advantage.history=5", "advantage.min_history=4"],
-    "dpok": ["rollout.parts=2"],
+    "dpok": [],
 }
 """Recipes, and what makes each one small besides `SMALL`. DDPO's history is shorter than two
 updates, so that it decides the second; MixGRPO's window moves between them."""
-
-STAND_INS: dict[str, list[str]] = {
-    "flow-grpo-fast": [
-        "kernel.name=flow_cps",
-        "kernel.noise_level=0.8",
-        "selection.rule=window",
-        "selection.size=2",
-        "selection.range=[0, 4]",
-        "selection.per=group",
-        "selection.outside=deterministic",
-        "rollout.parts=2",
-        "advantage.std=global",
-        "objective.clip_range=1e-5",
-    ],
-    "flow-grpo-fast-branch": [
-        "kernel.name=flow_sde",
-        "kernel.noise_level=0.7",
-        "selection.rule=window",
-        "selection.size=2",
-        "selection.range=[0, 4]",
-        "selection.per=group",
-        "selection.outside=deterministic",
-        "rollout.parts=2",
-        "rollout.initial_noise=group",
-        "rollout.share_prefix=true",
-        "advantage.std=global",
-        "objective.clip_range=1e-5",
-    ],
-    "grpo-guard": [
-        "kernel.name=flow_sde",
-        "kernel.noise_level=0.7",
-        "selection.rule=fraction",
-        "selection.fraction=1.0",
-        "selection.size=null",
-        "selection.range=null",
-        "rollout.parts=2",
-        "objective.ratio=guard",
-        "objective.clip_range=2e-6",
-    ],
-    "flow-cps": [
-        "kernel.name=flow_cps",
-        "kernel.noise_level=0.8",
-        "selection.rule=fraction",
-        "selection.fraction=1.0",
-        "rollout.parts=2",
-        "advantage.std=global",
-    ],
-    "dance-grpo": [
-        "kernel.name=dance_sde",
-        "kernel.noise_level=0.3",
-        "selection.rule=random",
-        "selection.fraction=0.6",
-        "selection.per=sample",
-        "selection.last_noise=false",
-        "rollout.initial_noise=group",
-        "advantage.ddof=1",
-        "advantage.epsilon=1e-8",
-    ],
-    "dance-grpo-best-of": [
-        "kernel.name=dance_sde",
-        "kernel.noise_level=0.25",
-        "selection.rule=random",
-        "selection.fraction=0.6",
-        "selection.per=sample",
-        "selection.last_noise=false",
-        "rollout.initial_noise=group",
-        "advantage.ddof=1",
-        "advantage.epsilon=1e-8",
-    ],
-    "mix-grpo": [
-        "kernel.name=flow_sde",
-        "kernel.noise_level=0.7",
-        "selection.rule=window",
-        "selection.move=progressive",
-        "selection.outside=deterministic",
-        "rollout.initial_noise=group",
-        "advantage.ddof=1",
-        "advantage.epsilon=1e-8",
-        "advantage.rewards=each",
-    ],
-    "mix-grpo-flash": [
-        "kernel.name=flow_sde",
-        "kernel.noise_level=0.7",
-        "selection.rule=window",
-        "selection.move=progressive",
-        "selection.outside=deterministic",
-        "rollout.initial_noise=group",
-        "advantage.ddof=1",
-        "advantage.epsilon=1e-8",
-        "advantage.rewards=each",
-        "sampling.flash.ratio=0.4",
-    ],
-    "mix-grpo-flash-star": [
-        "kernel.name=flow_sde",
-        "kernel.noise_level=0.7",
-        "selection.rule=window",
-        "selection.move=progressive",
-        "selection.outside=deterministic",
-        "rollout.initial_noise=group",
-        "advantage.ddof=1",
-        "advantage.epsilon=1e-8",
-        "advantage.rewards=each",
-        "sampling.flash.ratio=0.2",
-        "selection.stride=0",
-    ],
-    "ddpo": [
-        "kernel.name=ddim",
-        "kernel.noise_level=1.0",
-        "selection.rule=fraction",
-        "selection.fraction=1.0",
-        "selection.last=true",
-        "advantage.baseline=history",
-        "advantage.epsilon=1e-6",
-    ],
-    "ddpo-on-policy": [
-        "kernel.name=ddim",
-        "kernel.noise_level=1.0",
-        "selection.rule=fraction",
-        "selection.fraction=1.0",
-        "selection.last=true",
-        "advantage.baseline=history",
-        "advantage.epsilon=1e-6",
-    ],
-    "dpok": [
-        "kernel.name=ddim",
-        "kernel.noise_level=1.0",
-        "selection.rule=fraction",
-        "selection.fraction=1.0",
-        "selection.last=true",
-        "advantage.baseline=value",
-        "advantage.std=none",
-        "advantage.clip=null",
-        "objective.ratio=clamp",
-        "objective.kl=0.01",
-        "objective.kl_form=output",
-    ],
-}
 
 
 # -- rewards, named `conformance:...` in the settings ----------------------------------------------
@@ -359,6 +220,9 @@ def watch(s: Setup, seen: Seen, model: str) -> None:
         )
         seen.calls.append(count[0])
         seen.notes |= {"zero": line["zero_variance_groups"], "steps": line["steps"]}
+        prompts = range(c.rollout.prompts)
+        starts = [min(s.select(update, p).selected) for p in prompts]
+        seen.notes.setdefault("starts", []).extend(starts)
         count[0] = 0
         record(line)
 
@@ -372,9 +236,8 @@ def settings(algorithm: str, model: str, root: Path, run: Path, *more: str) -> C
     ]
     more_of_call = {k: v for k, v in call.items() if k == "max_sequence_length"}
     return load_config(
-        algorithm if algorithm not in STAND_INS else "embedded",
+        str(FOLDER / "algorithms" / f"{algorithm}.yaml"),  # alone, without what goes with a model
         [
-            *STAND_INS.get(algorithm, []),
             f"model.pipeline={root / model}",
             f"prompts={{train: {root / 'prompts.txt'}, heldout: null}}",
             "rewards=[{name: 'conformance:brightness'}, "
@@ -507,7 +370,9 @@ def notes(c: Config, seen: Seen) -> list[str]:
     """What saves evaluations, or adds some."""
     found = []
     if c.rollout.share_prefix:
-        found.append("shared prefix")
+        num, steps = c.rollout.generations, c.sampling.steps
+        fewer = ", ".join(str(start + num * (steps - start)) for start in seen.notes["starts"])
+        found.append(f"shared prefix: groups of {fewer}, not {num * steps}")
     if c.advantage.best_of:
         found.append(f"best {c.advantage.best_of} of {c.rollout.generations}")
     if c.objective.needs_reference:
@@ -587,7 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append(row(algorithm, model, root, work))
                 print(".", end="", flush=True, file=sys.stderr)
     print(file=sys.stderr)
-    Console(width=140).print(table(rows))
+    Console(width=180).print(table(rows))
     for reason, pairs in refusals(rows).items():
         print(f"refused: {'; '.join(f'{a} on {m}' for a, m in pairs.items())}: {reason}")
     for r in rows:

@@ -14,6 +14,7 @@ import pytest
 from conformance import ALGORITHMS, MODELS, NOISE_PREDICTING, Row, evaluations, expected_calls
 
 from leangrpo.config import load_config
+from leangrpo.cookbook import recipe_names
 from leangrpo.schedules import Retain, Reweight
 
 QUICK = [
@@ -92,6 +93,10 @@ def test_expected_calls() -> None:
     parts = "rollout={prompts: 2, generations: 3, parts: 2, epochs: 2}"
     assert calls("retain", parts) == 6 * 5 + 3 * 3 * 2
     assert calls("native", parts) == 6 * 5 + 4 * 3 * 2
+
+
+def test_every_algorithm_is_in_the_table() -> None:
+    assert set(ALGORITHMS) == set(recipe_names("algorithms"))
 
 
 @pytest.mark.parametrize(
