@@ -255,6 +255,11 @@ def test_equals_one_rank(ranks: int, case: str, start: Any) -> None:
     assert distance(many["gradient"], one["gradient"]) < bound
     for name in ("loss", "grad_norm"):
         assert many["lines"][0][name] == pytest.approx(one["lines"][0][name], rel=bound, abs=1e-9)
+    if "guard" in case:  # its ratio comes with the second step, after AdamW
+        for mine, theirs in zip(many["lines"][0]["steps"], one["lines"][0]["steps"], strict=True):
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-6)
+            assert mine["ratio_error"] == pytest.approx(theirs["ratio_error"], rel=1e-6, abs=1e-12)
+        assert many["lines"][0]["steps"][1]["ratio_error"] > 0
 
 
 @pytest.mark.xdist_group("ranks")
