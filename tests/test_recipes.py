@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,35 @@ import diffusers
 import pytest
 import torch
 import yaml
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from leangrpo.checks import check
 from leangrpo.config import described, load_config, recipe_names, recipe_text, to_yaml
 from leangrpo.cookbook import layer_of
 from leangrpo.errors import LeanError
+from leangrpo.kernels import make_kernel
 from leangrpo.loading import attention_targets
+from leangrpo.stochastic import make_stochastic
 
 OWN_PROMPTS = ["flux1-dev-ocr", "sd35m-ocr"]
-PUBLISHED = yaml.safe_load((Path(__file__).parent / "published.yaml").read_text(encoding="utf-8"))
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def read_published() -> list[dict[str, Any]]:
+    """The table's recipes, each with what it shares with others (`like`) under its own."""
+    table = yaml.safe_load((Path(__file__).parent / "published.yaml").read_text(encoding="utf-8"))
+    for entry in table["recipes"]:
+        shared = [table["common"][name] for name in entry.pop("like", ())]
+        entry["published"] = {k: v for d in [*shared, entry["published"]] for k, v in d.items()}
+    return list(table["recipes"])
+
+
+PUBLISHED = read_published()
 FILES = [(kind, name) for kind in ("models", "algorithms", "pairs") for name in recipe_names(kind)]
 COMBINED = [f"{m}+{a}" for m in recipe_names("models") for a in recipe_names("algorithms")]
 COMBINED += [f"embedded+{a}" for a in recipe_names("algorithms")]
@@ -75,18 +96,166 @@ def number(text: Any) -> Any:
 
 @pytest.mark.parametrize("entry", PUBLISHED, ids=lambda e: e["recipe"])
 def test_published_defaults(entry: dict[str, Any]) -> None:
-    config = load_config(entry["recipe"])
+    config, differs = load_config(entry["recipe"]), entry.get("differs", {})
     assert entry["source"]
-    expected = {path: number(v) for path, v in entry["published"].items()}
-    assert {path: value(config, path) for path in expected} == expected
-    for path, note in entry.get("differs", {}).items():
+    published = {path: number(v) for path, v in entry["published"].items()}
+    for path, note in differs.items():
+        assert number(note["published"]) == published.pop(path, number(note["published"])), path
         assert value(config, path) == number(note["ours"]) != number(note["published"]), path
         assert note["why"]
+    assert {path: value(config, path) for path in published} == published
 
 
-def test_every_algorithm_has_its_published_defaults() -> None:
-    covered = {entry["recipe"].split("+")[-1] for entry in PUBLISHED}
-    assert covered == set(recipe_names("algorithms"))
+def test_every_recipe_has_its_published_defaults() -> None:
+    """Every algorithm, and every pair that claims to be one (those of no source say so)."""
+    names = {entry["recipe"] for entry in PUBLISHED}
+    assert len(names) == len(PUBLISHED)
+    assert {name.split("+")[-1] for name in names} == set(recipe_names("algorithms"))
+    pairs = {n for n in recipe_names("pairs") if not n.startswith("embedded+")}
+    unpublished = {n for n in pairs if "no published recipe" in layer_of("pairs", n).text}
+    assert unpublished == {"cogvideox+dance-grpo", "sdxl+dance-grpo"}
+    assert pairs - unpublished <= names
+
+
+# What the table must say of an algorithm, on the model it was published for.
+SETTINGS = {
+    "kernel.name",
+    "kernel.noise_level",
+    "sampling.steps",
+    "sampling.guidance",
+    "selection.rule",
+    "selection.last",
+    "rollout.parts",
+    "rollout.generations",
+    "advantage.baseline",
+    "advantage.clip",
+    "objective.ratio",
+    "objective.clip_range",
+    "objective.kl",
+    "optimizer.lr",
+    "optimizer.betas",
+    "optimizer.weight_decay",
+    "optimizer.max_grad_norm",
+    "ema.decay",
+    "model.train",
+}
+
+
+@pytest.mark.parametrize("algorithm", recipe_names("algorithms"))
+def test_the_table_says_all_of_an_algorithm(algorithm: str) -> None:
+    """Of DDPO and DPOK all but what a history or a value network does without."""
+    said = [
+        {*entry["published"], *entry.get("differs", {})}
+        for entry in PUBLISHED
+        if entry["recipe"].endswith(f"+{algorithm}")
+    ]
+    assert any(one >= SETTINGS for one in said), [sorted(SETTINGS - one) for one in said]
+
+
+@pytest.mark.parametrize("name", recipe_names("algorithms"))
+def test_an_algorithm_does_not_speak_of_the_model(name: str) -> None:
+    """FLUX at another guidance than its own, or Wan at another size, would be no recipe at all."""
+    given = yaml.safe_load(layer_of("algorithms", name).text)
+    assert not {"model", "prompts", "rewards"} & set(given)
+    assert set(given["sampling"]) <= {"steps", "sigmas", "flash"}
+
+
+def short(x: float) -> str:
+    """3e-4 for 0.0003, as recipes write it."""
+    return f"{x:g}" if x == 0 or x >= 1e-3 else f"{x:.0e}".replace("e-0", "e-")
+
+
+def defaults_row(entry: dict[str, Any]) -> str:
+    """A recipe's line in docs/algorithms.md; what differs from its source has a star."""
+    c, differs = load_config(entry["recipe"]), entry.get("differs", {})
+
+    def star(text: object, *paths: str) -> str:
+        return f"{text}*" if differs.keys() & set(paths) else f"{text}"
+
+    s, a, o = c.selection, c.advantage, c.objective
+    share = "all" if s.fraction == 1 else f"{100 * s.fraction:g} %"
+    trained = f"{s.size} in {list(s.range)}" if s.range else share + (", last too" * s.last)
+    level = "" if c.kernel.noise_level is None else f" {c.kernel.noise_level:g}"
+    flash = c.sampling.flash.ratio
+    cells = [
+        f"`{entry['recipe']}`",
+        f"`{c.kernel.name}`{level}",
+        f"{c.sampling.steps}" + ("" if flash is None else f", flash {flash:g}"),
+        star(trained, "selection.outside", "selection.per"),
+        star(f"{c.rollout.prompts} x {c.rollout.generations}", "rollout.prompts"),
+        f"{a.baseline}, {a.std}, {a.ddof}, {short(a.epsilon)}",
+        f"{o.ratio} {short(o.clip_range)}",
+        star(f"{short(o.kl)} {o.kl_form}" if o.kl else "0", "objective.kl"),
+        short(c.optimizer.lr),
+        star(f"{c.optimizer.max_grad_norm:g}", "optimizer.max_grad_norm"),
+        star(c.rollout.parts, "rollout.parts"),
+        entry["source"].replace("|", "/"),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_docs_have_the_published_defaults() -> None:
+    """`PYTHONPATH=src:tests python tests/test_recipes.py` prints the table."""
+    rows = [defaults_row(entry) for entry in PUBLISHED if "+" in entry["recipe"]]
+    text = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+    found = [line for line in text.splitlines() if re.match(r"\| `[\w.-]+\+", line)]
+    assert found == rows
+
+
+def test_the_docs_have_every_model() -> None:
+    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    found = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| `")]
+    models = {name: load_config(name).model.pipeline for name in recipe_names("models")}
+    assert found == [[f"| `{name}`", f"`{models[name]}`"] for name in sorted(models)]
+
+
+# -- noise levels ----------------------------------------------------------------------------------
+
+# As on the hub, in what shifts the levels. FLUX's pipeline shifts by the number of latents.
+WAN = UniPCMultistepScheduler(
+    use_flow_sigmas=True, flow_shift=3.0, prediction_type="flow_prediction"
+)
+SANA = DPMSolverMultistepScheduler(
+    use_flow_sigmas=True, flow_shift=3.0, prediction_type="flow_prediction"
+)
+FLUX = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+SD3 = FlowMatchEulerDiscreteScheduler(shift=3.0)
+HUNYUAN = FlowMatchEulerDiscreteScheduler(shift=7.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler", "shift"),
+    [
+        ("flux1-dev+dance-grpo", FLUX, 3),
+        ("flux1-dev+mix-grpo", FLUX, 3),
+        ("flux1-dev+mix-grpo-flash", FLUX, 3),
+        ("flux1-dev+mix-grpo-flash-star", FLUX, 3),
+        ("wan21-1.3b+dance-grpo", WAN, 3),
+        ("sd35-medium+dance-grpo", SD3, 3),
+        ("sana+dance-grpo", SANA, 3),
+        ("hunyuan-video+dance-grpo-best-of", HUNYUAN, 5),
+    ],
+)
+def test_levels_are_dancegrpos(name: str, scheduler: Any, shift: float) -> None:
+    """shift·t / (1 + (shift - 1)·t) of linspace(1, 0, T+1) (DanceGRPO, train_grpo_flux).
+
+    Lists are rounded to 5e-7, which the scheduler's own shift (7 at most) multiplies; UniPC starts
+    1e-6 below 1.
+    """
+    config = load_config(name)
+    num, sigmas = config.sampling.steps, config.sampling.sigmas
+    twin = make_stochastic(scheduler, make_kernel("dance_sde", noise_level=0.3), sigmas)
+    if scheduler is FLUX:
+        assert config.sampling.height == config.sampling.width == 720
+        mu = calculate_shift((720 // 16) ** 2)
+        twin.set_timesteps(sigmas=torch.linspace(1, 1 / num, num).tolist(), mu=mu)
+    else:
+        twin.set_timesteps(num)
+    t = torch.linspace(1, 0, num + 1, dtype=torch.float64)
+    wanted = shift * t / (1 + (shift - 1) * t)
+    assert (twin.table - wanted).abs().max() <= 7 * 5e-7 + 1e-6
+    if scheduler is WAN:  # DanceGRPO's int(1000·σ), but for the first one's 1000
+        assert twin.timesteps[1:].tolist() == [int(1000 * s) for s in wanted[1:-1]]
 
 
 # -- combined recipes ------------------------------------------------------------------------------
@@ -181,6 +350,7 @@ NETWORKS = {
     "flux1-dev": ("FluxTransformer2DModel", {"num_layers": 1, "num_single_layers": 1}),
     "flux1-kontext": ("FluxTransformer2DModel", {"num_layers": 1, "num_single_layers": 1}),
     "flux2-dev": ("Flux2Transformer2DModel", {"num_layers": 1, "num_single_layers": 1}),
+    "flux2-klein": ("Flux2Transformer2DModel", {"num_layers": 1, "num_single_layers": 1}),
     "wan21-1.3b": ("WanTransformer3DModel", {"num_layers": 1}),
     "wan21-14b": ("WanTransformer3DModel", {"num_layers": 1}),
     "wan22-ti2v-5b": ("WanTransformer3DModel", {"num_layers": 1}),
@@ -209,3 +379,7 @@ def test_the_targets_are_layers_of_the_model(name: str) -> None:
     assert len(targets) >= 4
     for target in targets:
         assert any(n == target or n.endswith(f".{target}") for n in linear), target
+
+
+if __name__ == "__main__":
+    print("\n".join(defaults_row(entry) for entry in PUBLISHED if "+" in entry["recipe"]))

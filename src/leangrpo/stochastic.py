@@ -344,19 +344,25 @@ def make_stochastic(scheduler: Any, kernel: Kernel, sigma_rule: str | Sequence[f
     """A stochastic twin of a pipeline's scheduler, with its configuration.
 
     Flow-matching schedulers stay what they are where they have an Euler table (or
-    `use_flow_sigmas`); any other flow scheduler becomes FlowMatchEulerDiscreteScheduler, and one
-    with cumulated alphas becomes DDIM with those very alphas, both by `from_config`. Raises
-    LeanError when the kernel belongs to the other family, or the scheduler to neither.
+    `use_flow_sigmas`); any other flow scheduler becomes FlowMatchEulerDiscreteScheduler, and so
+    does one that cannot be given sigmas when `sigma_rule` has some (DPMSolverMultistep, Sana's),
+    with the same shift. One with cumulated alphas becomes DDIM with those very alphas. All by
+    `from_config`. Raises LeanError when the kernel belongs to the other family, or the scheduler to
+    neither.
     """
     require_density(scheduler)
     config = scheduler.config
     name = type(scheduler).__name__
     is_flow = hasattr(scheduler, "scale_noise") or bool(config.get("use_flow_sigmas"))
     base: Any
+    other = {}
     if is_flow:
         base = type(scheduler) if config.get("use_flow_sigmas") else FlowMatchEulerDiscreteScheduler
         if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
             base = type(scheduler)
+        takes = inspect.signature(base.set_timesteps).parameters
+        if sigma_rule != "pipeline" and "sigmas" not in takes:
+            base, other = FlowMatchEulerDiscreteScheduler, {"shift": config.get("flow_shift", 1.0)}
     else:
         base = DDIMScheduler
     family = "flow" if is_flow else "ddim"
@@ -365,7 +371,7 @@ def make_stochastic(scheduler: Any, kernel: Kernel, sigma_rule: str | Sequence[f
         raise problem("kernel.name", kernel.name, f"a {name} needs one of: {names}")
     if sigma_rule != "pipeline" and not is_flow:
         raise problem("sampling.sigmas", sigma_rule, f"a {name} has no sigmas", "Use 'pipeline'.")
-    twin = _class(base).from_config(config)
+    twin = _class(base).from_config(config, **other)
     twin.kernel, twin.sigma_rule = kernel, sigma_rule
     for table in () if is_flow else ("alphas_cumprod", "final_alpha_cumprod"):
         if isinstance(alphas := getattr(scheduler, table, None), Tensor):
