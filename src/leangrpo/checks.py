@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from .complaints import did_you_mean
-from .config import Config, load_object, read_text
+from .config import EMBEDDED_PIPELINES, Config, load_object, read_text
 from .datasets import read_examples
 from .errors import LeanError, problem
 from .settings import Reward
@@ -299,7 +299,7 @@ def _check_model(config: Config) -> Iterator[LeanError]:
     if config.model.train == "lora" and lora.targets == ():
         yield problem("model.lora.targets", [], "it names no layer", "null finds them.")
     pipeline = config.model.pipeline
-    if pipeline == "embedded":
+    if pipeline in EMBEDDED_PIPELINES:
         return
     folder = Path(pipeline).expanduser()
     index = folder / "model_index.json"

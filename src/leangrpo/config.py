@@ -37,6 +37,8 @@ __all__ = [
 
 PACKAGE = Path(__file__).parent
 EMBEDDED = PACKAGE / "embedded"
+# What `model.pipeline` calls the pipelines inside the package, and their folders.
+EMBEDDED_PIPELINES = {"embedded": EMBEDDED / "pipeline", "embedded-ddim": EMBEDDED / "ddim"}
 
 
 # With another rule, what was said of the one before would only contradict it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,13 @@ import torch
 from torch import nn
 
 from .components import chosen, denoisers
+from .config import EMBEDDED_PIPELINES
 from .errors import LeanError, problem
 
 
-def embedded_folder() -> Path:
-    """The folder of the pipeline that is shipped inside the package."""
-    return Path(str(resources.files("leangrpo"))) / "embedded" / "pipeline"
+def embedded_folder(name: str = "embedded") -> Path:
+    """The folder of a pipeline shipped inside the package: `embedded` or `embedded-ddim`."""
+    return EMBEDDED_PIPELINES[name]
 
 
 def load_pipeline(
@@ -28,8 +28,9 @@ def load_pipeline(
     revision: str | None = None,
     variant: str | None = None,
 ) -> Any:
-    """A diffusers pipeline from `embedded`, a folder or a hub id, in `dtype` on `device`.
+    """A diffusers pipeline, embedded, from a folder or a hub id, in `dtype` on `device`.
 
+    `source` is `embedded` (flow matching), `embedded-ddim` (noise prediction), a path or an id.
     The VAE stays float32: a picture decoded in 16 bits differs visibly from the model's own, and
     a reward would learn to like that. Raises LeanError with the loader's own reason.
     """
@@ -39,7 +40,7 @@ def load_pipeline(
 
     logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    folder = str(embedded_folder()) if source == "embedded" else source
+    folder = str(EMBEDDED_PIPELINES.get(source, source))
     vae_dtype = torch.promote_types(dtype, torch.float32)
     try:
         index = DiffusionPipeline.load_config(folder, revision=revision)
@@ -58,7 +59,8 @@ def load_pipeline(
             "model.pipeline",
             source,
             f"diffusers cannot load it ({type(error).__name__}: {reason})",
-            "Give `embedded`, a folder in diffusers format, or a hub id you have access to.",
+            "Give `embedded`, `embedded-ddim`, a folder in diffusers format, or a hub id you have "
+            "access to.",
         ) from error
     if getattr(pipe, "scheduler", None) is None:
         raise problem(

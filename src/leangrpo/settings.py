@@ -77,7 +77,7 @@ class Model(Settings):
     pipeline: str = Field(
         "embedded",
         min_length=1,
-        description="`embedded`, a folder in diffusers format, or a hub id",
+        description="`embedded`, `embedded-ddim`, a folder in diffusers format, or a hub id",
     )
     revision: str | None = Field(None, description="revision of a hub id; null = its main one")
     variant: str | None = Field(None, description="variant of the weight files, such as fp16")

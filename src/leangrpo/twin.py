@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .config import EMBEDDED_PIPELINES
 from .errors import problem
-from .loading import embedded_folder
 
 DEPTH = 2
 """Layers kept of each kind."""
@@ -36,7 +36,7 @@ def make_twin(
     narrow: bool = True,
     shorten_encoders: bool = True,
 ) -> Any:
-    """The twin of `embedded`, a folder or a hub id, in `dtype`; weights depend on `seed` only.
+    """The twin of an embedded pipeline, a folder or a hub id, in `dtype`; weights depend on `seed` only.
 
     `narrow` off keeps the denoisers' attention heads, where a width does not follow from them;
     `shorten_encoders` off keeps the text encoders' depth, for pipelines that read a layer by its
@@ -45,7 +45,7 @@ def make_twin(
     """
     import diffusers
 
-    folder = str(embedded_folder()) if source == "embedded" else source
+    folder = str(EMBEDDED_PIPELINES.get(source, source))
     try:
         index = dict(diffusers.DiffusionPipeline.load_config(folder, revision=revision))
         kind = getattr(diffusers, index["_class_name"])
