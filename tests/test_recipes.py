@@ -74,7 +74,7 @@ def test_placeholder_prompts_are_named(
 
 
 def test_names() -> None:
-    assert recipe_names() == ["embedded", "embedded-lora", *OWN_PROMPTS]
+    assert recipe_names() == ["embedded", "embedded-ddpo", "embedded-lora", *OWN_PROMPTS]
 
 
 # -- published defaults ----------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_what_cannot_be_extended(text: str, message: str, tmp_path: Path) -> Non
 
 
 def test_the_lora_recipe_differs_only_where_it_says() -> None:
-    lines = [set(to_yaml(load_config(name)).splitlines()) for name in recipe_names()[:2]]
+    lines = [set(to_yaml(load_config(name)).splitlines()) for name in ("embedded", "embedded-lora")]
     changed = {line.split(":")[0].strip() for line in lines[0] ^ lines[1]}
     assert changed == {"recipe", "description", "train", "lr"}
 
@@ -330,6 +330,15 @@ def test_every_combination_can_be_checked(name: str) -> None:
     else:
         check(config, files=False)
     assert config.recipe == name
+
+
+@pytest.mark.parametrize("name", ["ddpo", "ddpo-on-policy"])
+def test_ddpo_by_its_name_alone_trains_the_pipeline_it_fits(name: str) -> None:
+    config = load_config(name)
+    assert (config.model.pipeline, config.kernel.name) == ("embedded-ddim", "ddim")
+    assert config.sampling.call["max_sequence_length"] is None  # of the other pipeline's call
+    assert config.advantage.baseline == "history"
+    assert config.advantage.min_history <= config.rollout.generations
 
 
 def test_a_model_has_an_algorithm_of_its_own() -> None:

@@ -36,7 +36,7 @@ def make_twin(
     narrow: bool = True,
     shorten_encoders: bool = True,
 ) -> Any:
-    """The twin of an embedded pipeline, a folder or a hub id, in `dtype`; weights depend on `seed` only.
+    """The twin of a pipeline: embedded, a folder or a hub id; weights depend on `seed` only.
 
     `narrow` off keeps the denoisers' attention heads, where a width does not follow from them;
     `shorten_encoders` off keeps the text encoders' depth, for pipelines that read a layer by its
