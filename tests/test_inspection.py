@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import zoo
 from typer.testing import CliRunner
 
 from leangrpo.cli import app
@@ -120,3 +121,22 @@ def test_a_pipeline_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(LeanError, match="there is no such folder"):
         run("./no/such/folder", tmp_path=tmp_path)
     assert torch.is_grad_enabled()
+
+
+def test_a_pipeline_that_wants_a_picture_gets_one(tmp_path: Path) -> None:
+    zoo.SPECIMENS["FluxKontext"].build().save_pretrained(tmp_path / "kontext")
+    own = ["sampling.call={max_sequence_length: 8, _auto_resize: false, max_area: 256}"]
+    code, report, text = run(tmp_path / "kontext", *own, tmp_path=tmp_path)
+    assert (code, report["trainable"], report["media"]) == (0, True, ["image"])
+    assert "takes          image" in text
+
+
+def test_one_of_two_denoisers(tmp_path: Path) -> None:
+    """Steps that the frozen one serves have no noise and are not tried."""
+    tiny.save(tiny.tiny_wan22(), tmp_path / "wan")
+    own = ["model.denoisers=[transformer_2]", "sampling.num_frames=5", "sampling.steps=5"]
+    code, report, _ = run(tmp_path / "wan", *own, tmp_path=tmp_path)
+    assert code == 0
+    assert list(report["denoisers"]) == ["transformer", "transformer_2"]
+    assert report["noise"][0] == 0.0 < report["noise"][-1]
+    assert report["selected"][0] > 0

@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from .components import denoisers
 from .config import Config
 from .data import SampleKey, Transition
 from .errors import LeanError
-from .loading import attention_targets, load_pipeline, make_trainable
+from .loading import attention_targets, load_pipeline
 from .oracle import float64_throughout
 from .parallel import blocks
 from .pipeline import Sampling
 from .policy import Policy
 from .schedules import Native, Retain, Reweight, Schedule
-from .setup import pick_device
+from .setup import choose_trained, make_sampling, pick_device
 from .twin import make_twin
 
 PROMPT = "a red cube"
@@ -60,7 +61,9 @@ def inspect_pipeline(config: Config, *, tiny: bool = False, kernel_given: bool =
             "trainable": False,
         }
         try:
-            _make_trainable(config, pipe)
+            choose_trained(config, pipe)
+            if config.model.train == "lora":
+                _move_adapters(pipe)
             pipe.to(device)
             policy, kernel = _policy(config, pipe, _sampling(config, pipe, tiny), kernel_given)
             report |= {"kernel": kernel} | _plan(policy)
@@ -90,21 +93,6 @@ def _load(config: Config, tiny: bool, options: dict[str, bool]) -> Any:
     if tiny:
         return make_twin(m.pipeline, dtype=dtype, revision=m.revision, **options)
     return load_pipeline(m.pipeline, dtype=dtype, revision=m.revision, variant=m.variant)
-
-
-def _make_trainable(config: Config, pipe: Any) -> None:
-    m = config.model
-    make_trainable(
-        pipe,
-        m.train,
-        rank=m.lora.rank,
-        alpha=m.lora.alpha,
-        targets=m.lora.targets,
-        seed=config.seed,
-        activation_checkpointing=m.activation_checkpointing,
-    )
-    if m.train == "lora":
-        _move_adapters(pipe)
 
 
 def _describe(module: nn.Module) -> dict[str, Any]:
@@ -138,20 +126,24 @@ def _interface(pipe: Any) -> dict[str, Any]:
 
 
 def _sampling(config: Config, pipe: Any, tiny: bool) -> Sampling:
-    """The settings', small for a twin; a picture where the call takes one."""
+    """The settings', small for a twin."""
     takes = inspect.signature(type(pipe).__call__).parameters
-    given = config.sampling.model_dump()
-    if tiny:
-        given |= {k: v for k, v in SMALL.items() if k in takes and given[k] is None}
-    if "image" in takes and "image" not in given["call"]:
-        from PIL import Image
+    given = make_sampling(config)
+    if not tiny:
+        return given
+    small = {k: v for k, v in SMALL.items() if k in takes and getattr(given, k) is None}
+    return replace(given, **small)  # type: ignore[arg-type]
 
-        size = (given["width"] or 512, given["height"] or 512)
-        given["call"] = {
-            **given["call"],
-            "image": Image.linear_gradient("L").resize(size).convert("RGB"),
-        }
-    return Sampling(**given)
+
+def _pictures(pipe: Any, sampling: Sampling) -> dict[str, Any]:
+    """A picture where the call takes one and the settings have none."""
+    takes = inspect.signature(type(pipe).__call__).parameters
+    if "image" not in takes or "image" in sampling.call:
+        return {}
+    from PIL import Image
+
+    size = (sampling.width or 512, sampling.height or 512)
+    return {"image": Image.linear_gradient("L").resize(size).convert("RGB")}
 
 
 def _policy(
@@ -160,6 +152,7 @@ def _policy(
     """The policy, with the kernel asked for or the one that fits the scheduler."""
     k = config.kernel
     options: dict[str, Any] = {"reduce": k.reduce, "seed": config.seed}
+    options["inputs"] = _pictures(pipe, sampling)
     if kernel_given:
         policy = Policy(pipe, sampling, kernel=k.name, noise_level=k.noise_level, **options)
         return policy, k.name

@@ -276,6 +276,21 @@ def make_sampling(config: Config) -> Sampling:
     return Sampling(**options, flash=Flash(**flash) if flash["ratio"] is not None else None)
 
 
+def choose_trained(config: Config, pipe: Any) -> None:
+    """Make trainable what the `model` settings say, and nothing else."""
+    m = config.model
+    make_trainable(
+        pipe,
+        m.train,
+        rank=m.lora.rank,
+        alpha=m.lora.alpha,
+        targets=m.lora.targets,
+        seed=config.seed,
+        activation_checkpointing=m.activation_checkpointing,
+        only=m.denoisers,
+    )
+
+
 def make_policy(
     config: Config,
     device: torch.device,
@@ -292,16 +307,7 @@ def make_policy(
         revision=m.revision,
         variant=m.variant,
     )
-    make_trainable(
-        pipe,
-        m.train,
-        rank=m.lora.rank,
-        alpha=m.lora.alpha,
-        targets=m.lora.targets,
-        seed=config.seed,
-        activation_checkpointing=m.activation_checkpointing,
-        only=m.denoisers,
-    )
+    choose_trained(config, pipe)
     sampling = make_sampling(config)
     inputs = read_examples(config.prompts)[0].open_images() if config.prompts.images else None
     copied = config.objective.needs_reference and m.train == "full"
