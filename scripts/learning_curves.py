@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 
 from leangrpo.runfolder import read_run
 
-ALGORITHMS = ("flow-grpo", "flow-grpo-fast", "dance-grpo", "mix-grpo", "ddpo")
+ALGORITHMS = ("flow-grpo", "flow-grpo-fast", "dance-grpo", "mix-grpo", "embedded-ddpo")
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKS = ("o", "s", "^", "D", "v")
 
