@@ -32,21 +32,15 @@ STEPS = 4
 FAST = (
     "StableDiffusion",
     "StableDiffusionImg2Img",
-    "StableDiffusionXL",
     "FluxKontext",
     "QwenImage",
-    "ZImage",
     "Mochi",
     "Wan (two denoisers)",
-    "LTXImageToVideo",
     "LTX2ImageToVideo",
-    "Kandinsky5I2V",
-    "TextToVideoSD",
 )
-"""One for each trait of an interface: cumulated alphas, a start of its own that leaves out steps, a
-scheduler that is replaced, guidance by a second call, latents in lists, sigmas upwards, two
-denoisers, conditions that are no part of the latent, two latents, latents written in place, frames
-in rows."""
+"""Traits of an interface: cumulated alphas, a start of its own that leaves out steps, a picture
+beside the prompt, guidance by a second call, sigmas upwards, two denoisers, two latents. The others
+(latents in lists, written in place, frames in rows) take longer, and are in the slow tests."""
 
 
 def kernel_of(pipe: Any) -> tuple[str, float]:
