@@ -17,10 +17,10 @@ demo: $(STAMP) ## train the embedded recipe and print its result (ARGS="..." are
 	$(BIN)/leangrpo train $(ARGS)
 
 test: lint ## what CI runs: lint, types, all but the slow tests
-	$(TEST_ENV) $(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
+	$(TEST_ENV) $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: lint ## the same with the long campaigns
-	$(TEST_ENV) $(BIN)/pytest -n 2 --dist loadgroup -m "slow or not slow"
+	$(TEST_ENV) $(BIN)/pytest -n 2 --dist loadfile -m "slow or not slow"
 
 conformance: $(STAMP) ## every algorithm on every kind of model, as a table (ARGS="--models sd3" are passed on)
 	$(TEST_ENV) $(BIN)/python tests/conformance.py $(ARGS)

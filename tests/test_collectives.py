@@ -22,8 +22,6 @@ from leangrpo.collectives import Collectives, first_difference
 from leangrpo.config import load_config
 from leangrpo.errors import LeanError
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 UNITS = 3  # two blocks and the root
 TRAJECTORIES, STEPS = 2, 10  # on a rank: one of each of B = 2 groups; T = S
 

@@ -163,7 +163,6 @@ def test_plain_diffusers_gives_the_same_pictures(
     assert not torch.equal(mean, own)
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("ema", [True, False])
 @pytest.mark.parametrize("kind", TRAIN)
 def test_the_checkpoint_of_two_ranks(

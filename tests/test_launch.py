@@ -177,7 +177,6 @@ def same_run(one: Path, other: Path) -> None:
 # -- a run of two ranks ----------------------------------------------------------------------------
 
 
-@pytest.mark.xdist_group("ranks")
 def test_only_the_first_rank_speaks(whole: tuple[Path, str]) -> None:
     run, out = whole
     shown = [line for line in out.splitlines() if line.startswith("update ")]
@@ -190,7 +189,6 @@ def test_only_the_first_rank_speaks(whole: tuple[Path, str]) -> None:
     assert json.loads((run.parent / "whole.json").read_text(encoding="utf-8")) == summary
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_killed_rank_ends_the_job(killed: tuple[Path, str, float]) -> None:
     run, out, seconds = killed
     assert seconds < 30 + 15  # those of loading
@@ -204,7 +202,6 @@ def test_a_killed_rank_ends_the_job(killed: tuple[Path, str, float]) -> None:
     assert not (run / "summary.json").exists()
 
 
-@pytest.mark.xdist_group("ranks")
 def test_resumed_on_as_many(
     ranks: Ranks, killed: tuple[Path, str, float], whole: tuple[Path, str]
 ) -> None:
@@ -214,7 +211,6 @@ def test_resumed_on_as_many(
     same_run(run, whole[0])
 
 
-@pytest.mark.xdist_group("ranks")
 def test_resumed_on_one(
     ranks: Ranks,
     killed: tuple[Path, str, float],
@@ -228,7 +224,6 @@ def test_resumed_on_one(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("setting", ["parallel.replicate=1", "parallel={shard: 2, replicate: 2}"])
 def test_resumed_on_four(
     setting: str, ranks: Ranks, killed: tuple[Path, str, float], whole: tuple[Path, str]
@@ -251,7 +246,6 @@ def assert_close(run: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 def test_a_killed_rank_under_torchrun(ranks: Ranks) -> None:
     out, seconds = ranks.run(
         torchrun(2), "train", *ranks.settings, "run.dir=torchrun",
@@ -264,7 +258,6 @@ def test_a_killed_rank_under_torchrun(ranks: Ranks) -> None:
     assert "RuntimeError" not in out
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_mistake_of_one_rank(ranks: Ranks) -> None:
     out, _ = ranks.run(
         [], "train", *ranks.settings, "run.dir=mistake", "--nproc", 2,
@@ -282,7 +275,6 @@ def test_a_mistake_of_one_rank(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 def test_a_bug_on_one_rank(ranks: Ranks) -> None:
     """Its traceback is the only one, and comes before what the other rank has to say."""
     out, _ = ranks.run(
@@ -299,7 +291,6 @@ def test_a_bug_on_one_rank(ranks: Ranks) -> None:
 # -- interrupted -----------------------------------------------------------------------------------
 
 
-@pytest.mark.xdist_group("ranks")
 def test_interrupt(ranks: Ranks) -> None:
     out, run = interrupted(ranks, "interrupted", times=1)
     assert "Finishing this update, then saving. Once more to stop at once." in out
@@ -313,7 +304,6 @@ def test_interrupt(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 def test_interrupted_twice(ranks: Ranks) -> None:
     out, run = interrupted(ranks, "twice", times=2)
     assert not (run / "summary.json").exists()

@@ -262,7 +262,6 @@ def runs(part: str = "") -> list[Any]:
     ]
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(("ranks", "case"), runs())
 def test_equals_one_rank(ranks: int, case: str, start: Any) -> None:
     one = start(1, anywhere_quick(case))[case.partition(":")[0]]
@@ -286,7 +285,6 @@ def test_equals_one_rank(ranks: int, case: str, start: Any) -> None:
         assert many["lines"][0]["steps"][1]["ratio_error"] > 0
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(("ranks", "case"), runs(" retain:"))
 def test_retain_is_native_bitwise(ranks: int, case: str, start: Any) -> None:
     if case.replace(" retain:", " native:") not in CASES:

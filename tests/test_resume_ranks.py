@@ -21,7 +21,6 @@ from leangrpo.report import read_run
 from leangrpo.setup import make_policy
 from leangrpo.train import train
 
-pytestmark = pytest.mark.xdist_group("ranks")
 BOUND = {"full64": 1e-12, "full": 5e-6, "lora": 5e-6}
 """Relative L2 that another number of ranks, which sums gradients in another order, may differ."""
 
