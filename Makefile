@@ -16,6 +16,7 @@ help: ## list the targets
 demo: $(STAMP) ## train the embedded recipe and print its result (ARGS="..." are passed on)
 	$(BIN)/leangrpo train $(ARGS)
 
+# By file, as the fixtures that start ranks are shared within one: they must not run in both workers.
 test: lint ## what CI runs: lint, types, all but the slow tests
 	$(TEST_ENV) $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
