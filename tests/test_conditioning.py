@@ -18,7 +18,8 @@ from leangrpo.data import SampleKey
 from leangrpo.errors import LeanError
 from leangrpo.policy import Policy, Sampling
 from leangrpo.report import read_run
-from leangrpo.schedules import Native, Retain, Reweight
+from leangrpo.reweight import Reweight
+from leangrpo.schedules import Native, Retain
 from leangrpo.setup import set_up
 from leangrpo.train import one_update, train
 

@@ -15,7 +15,8 @@ from conformance import ALGORITHMS, MODELS, NOISE_PREDICTING, Row, evaluations, 
 
 from leangrpo.config import load_config
 from leangrpo.cookbook import recipe_names
-from leangrpo.schedules import Retain, Reweight
+from leangrpo.reweight import Reweight
+from leangrpo.schedules import Retain
 
 QUICK = [
     ("flow-grpo-fast-branch", "wan"),

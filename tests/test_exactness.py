@@ -24,7 +24,8 @@ from leangrpo.errors import LeanError
 from leangrpo.loading import make_trainable
 from leangrpo.oracle import float64_throughout, oracle_gradient
 from leangrpo.policy import Policy, Sampling
-from leangrpo.schedules import Native, Retain, Reweight
+from leangrpo.reweight import Reweight
+from leangrpo.schedules import Native, Retain
 from leangrpo.solver import Flash, num_steps
 
 BUILD = {"sd3": tiny.tiny_sd3, "flux": tiny.tiny_flux, "wan": tiny.tiny_wan, "sd": tiny.tiny_sd}

@@ -29,7 +29,8 @@ from leangrpo.data import SampleKey, Transition
 from leangrpo.loading import copy_denoisers
 from leangrpo.oracle import float64_throughout
 from leangrpo.policy import Policy, Sampling
-from leangrpo.schedules import Native, Retain, Reweight, Schedule
+from leangrpo.reweight import Reweight
+from leangrpo.schedules import Native, Retain, Schedule
 
 BOUND = 1e-12
 STEPS = 5

@@ -20,7 +20,8 @@ from leangrpo.data import Transition
 from leangrpo.errors import LeanError, StaleGraphError
 from leangrpo.gradients import Sharded
 from leangrpo.guard import Guard
-from leangrpo.schedules import Native, Retain, Reweight
+from leangrpo.reweight import Reweight
+from leangrpo.schedules import Native, Retain
 
 
 class Toy(nn.Module):

@@ -17,7 +17,8 @@ from leangrpo.data import Transition
 from leangrpo.errors import LeanError
 from leangrpo.gradients import Local
 from leangrpo.guard import Guard
-from leangrpo.schedules import Native, Retain, Reweight
+from leangrpo.reweight import Reweight
+from leangrpo.schedules import Native, Retain
 
 RANKS = 2
 

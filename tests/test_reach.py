@@ -25,7 +25,8 @@ from leangrpo.errors import LeanError
 from leangrpo.loading import make_trainable
 from leangrpo.oracle import float64_throughout
 from leangrpo.policy import Policy
-from leangrpo.schedules import Native, Retain, Reweight
+from leangrpo.reweight import Reweight
+from leangrpo.schedules import Native, Retain
 
 KEYS = [SampleKey(0, 0, g) for g in range(2)]
 ADVANTAGES = dict(zip(KEYS, (0.7, -1.9), strict=True))

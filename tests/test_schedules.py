@@ -13,7 +13,8 @@ from torch import nn
 
 from leangrpo.data import Transition
 from leangrpo.errors import LeanError
-from leangrpo.schedules import Native, Retain, Reweight
+from leangrpo.reweight import Reweight
+from leangrpo.schedules import Native, Retain
 
 N, S = 4, 3
 ADVANTAGES = {0: 1.3, 1: -0.4, 2: 0.0, 3: -0.9}

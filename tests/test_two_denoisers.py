@@ -21,7 +21,8 @@ from leangrpo.errors import LeanError
 from leangrpo.export import export_run
 from leangrpo.loading import copy_denoisers, load_pipeline, make_trainable
 from leangrpo.policy import Policy, Sampling
-from leangrpo.schedules import Native, Retain, Reweight
+from leangrpo.reweight import Reweight
+from leangrpo.schedules import Native, Retain
 from leangrpo.selection import select
 from leangrpo.settings import Selection
 from leangrpo.train import train

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .loading import load_pipeline, make_trainable
     from .pipeline import Sampling
     from .policy import Policy
-    from .schedules import Native, Retain, Reweight
+    from .reweight import Reweight
+    from .schedules import Native, Retain
 
 __version__ = "0.1.0"
 
@@ -28,7 +29,7 @@ _HOMES = {
     "Native": "schedules",
     "Policy": "policy",
     "Retain": "schedules",
-    "Reweight": "schedules",
+    "Reweight": "reweight",
     "SampleKey": "data",
     "Sampling": "pipeline",
     "Transition": "data",

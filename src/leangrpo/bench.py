@@ -66,16 +66,17 @@ class Bench:
             transition.weight = 0.0 if slot.idle else 1.0
             schedule.transition(transition)
 
-        self.policy.sample(
-            ["a test"] * len(keys),
-            keys,
-            selected=self.steps.selected,
-            noisy=self.steps.stochastic,
-            grad=schedule.needs_graph,
-            capture=schedule.capture,
-            decode=False,
-            on_transition=take,
-        )
+        with schedule.sampling():
+            self.policy.sample(
+                ["a test"] * len(keys),
+                keys,
+                selected=self.steps.selected,
+                noisy=self.steps.stochastic,
+                grad=schedule.needs_graph,
+                capture=schedule.capture,
+                decode=False,
+                on_transition=take,
+            )
 
 
 def bench(

@@ -260,7 +260,13 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
-FREE = {"run", "checkpoint", "updates", "recipe", "description", "schedule", "parallel"}
+FREE: dict[str, Any] = {
+    branch: True
+    for branch in (
+        *("run", "checkpoint", "updates", "recipe", "description"),
+        *("schedule", "parallel", "memory", "scoring"),
+    )
+} | {"rollout": {"ahead"}}
 """Branches of the settings that may change when a run is resumed."""
 
 
@@ -281,7 +287,7 @@ def config_hash(config: Config) -> str:
     """Sha256 of the settings that determine the numbers.
 
     Left out: `run`, `checkpoint`, `updates`, `recipe`, `description`, and what changes rounding at
-    most: `schedule` and `parallel`.
+    most: `schedule`, `parallel`, `memory`, `scoring` and `rollout.ahead`.
     """
     tree = config.model_dump(mode="json", exclude=FREE)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()

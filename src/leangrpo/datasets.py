@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .config import EMBEDDED, read_text
 from .errors import LeanError, problem
-from .settings import Prompts
+from .settings_model import Prompts
 
 if TYPE_CHECKING:
     from PIL.Image import Image

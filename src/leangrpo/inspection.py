@@ -23,7 +23,8 @@ from .oracle import float64_throughout
 from .parallel import blocks
 from .pipeline import Sampling
 from .policy import Policy
-from .schedules import Native, Retain, Reweight, Schedule
+from .reweight import Reweight
+from .schedules import Native, Retain, Schedule
 from .setup import choose_trained, make_sampling, pick_device
 from .twin import make_twin
 

@@ -20,6 +20,7 @@ rank, so that anybody's loop can use them:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,12 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from .advantages import clipped_surrogate, surrogate_coefficient
-from .capture import Capture, Factors
+from .capture import Capture
 from .data import Transition
 from .errors import LeanError
 from .gradients import Gradients, Local
 from .guard import Guard
-from .ledger import Ledger
 from .stopwatch import Stopwatch
 
 Target = Guard | nn.Module | Iterable[nn.Module] | Any
@@ -57,7 +57,7 @@ class Schedule(Protocol):
     """The one contract: a loop that speaks it runs under every schedule.
 
     `needs_graph` says whether selected steps must be sampled with gradients; a `capture` is to be
-    on while a batch of several samples is sampled. `begin` opens an
+    on while a batch of several samples is sampled, and `sampling()` open around it. `begin` opens an
     update over `num_samples` trajectories of `num_steps` selected steps each; `transition` takes
     a selected step as it was sampled; `advantages` takes the advantages of finished trajectories,
     each once; `finish` closes the update with the gradient in `.grad`. A transition of weight 0 is
@@ -73,6 +73,8 @@ class Schedule(Protocol):
     @property
     def capture(self) -> Capture | None: ...
 
+    def sampling(self) -> AbstractContextManager[Any]: ...
+
     def begin(self, num_samples: int, num_steps: int) -> None: ...
 
     def transition(self, transition: Transition) -> None: ...
@@ -82,7 +84,7 @@ class Schedule(Protocol):
     def finish(self) -> Statistics: ...
 
 
-class _Common:
+class Common:
     """Bookkeeping the three share: normaliser, advantages seen so far, statistics."""
 
     name: str
@@ -102,6 +104,10 @@ class _Common:
         self.kl_coefficient = kl
         self.watch = watch or Stopwatch()
         self._open = False
+
+    def sampling(self) -> AbstractContextManager[Any]:
+        """What is open while the policy samples."""
+        return nullcontext()
 
     def begin(self, num_samples: int, num_steps: int) -> None:
         """Open an update; see `Schedule`. Raises LeanError for counts below 1."""
@@ -187,7 +193,7 @@ class _Common:
         return not self.kl_coefficient and not self._advantages_of(t).any()
 
 
-class _Deferred(_Common):
+class _Deferred(Common):
     """A schedule that waits with backward until the advantages are known."""
 
     def begin(self, num_samples: int, num_steps: int) -> None:
@@ -330,155 +336,3 @@ class Retain(_Deferred):
         for value in advantages.tolist():
             self.statistics.loss += -value * (t.weight * self._scale)
         self._backward(t, self._seed(t, -advantages))
-
-
-class Reweight(_Common):
-    """Backpropagate at once with advantage one; multiply the gradient by A when it is known
-    (paper eq. 7, algorithm 1).
-
-    Graphs are freed step by step; what waits is one gradient per trajectory. Equal to native in
-    exact arithmetic, not bitwise: the scaling comes after the backward, not before. A batch of
-    several samples has one backward but as many advantages: sampled inside `capture`, its layers
-    keep their gradients in factors until the advantages are known.
-    """
-
-    name = "reweight"
-    needs_graph = True
-    capture: Capture
-
-    def __init__(
-        self,
-        target: Target,
-        *,
-        kl: float = 0.0,
-        gradients: Gradients | None = None,
-        ledger_dtype: torch.dtype | None = None,
-        ledger_on_host: bool = False,
-        watch: Stopwatch | None = None,
-    ) -> None:
-        """`ledger_dtype` and `ledger_on_host`: how waiting gradients are kept (`Ledger`).
-
-        Raises LeanError when ranks would add up provisional gradients, which nothing can correct
-        afterwards (paper, appendix C).
-        """
-        super().__init__(target, kl=kl, gradients=gradients, watch=watch)
-        self._dtype, self._host = ledger_dtype, ledger_on_host
-        if self.gradients.sync == "step":
-            raise LeanError(
-                "schedule 'reweight' cannot synchronise at every step: a gradient must be "
-                "multiplied by its advantage before ranks are added up, and no factor can do it "
-                "afterwards. Use parallel.sync=update or group, or schedule 'retain' or 'native'."
-            )
-
-    def begin(self, num_samples: int, num_steps: int) -> None:
-        """Open an update; gradients already in `.grad` are kept and added to."""
-        super().begin(num_samples, num_steps)
-        self._ledger = Ledger(self.guard.parameters, dtype=self._dtype, host=self._host)
-        self._steps: dict[Hashable, list[float]] = {}
-        self.capture = Capture(self.guard.modules, self.guard.parameters)
-
-    def transition(self, transition: Transition) -> None:
-        """Backward of one step, onto its trajectories' provisional gradients."""
-        self._require_open("transition")
-        t = transition
-        self.guard.accept(t, self.name)
-        for key in t.keys if t.weight else ():
-            if key in self._known:
-                raise LeanError(f"schedule 'reweight': {key} was sampled on after its advantage.")
-            self._steps.setdefault(key, []).append(t.weight)
-        if t.baseline is not None:
-            self.statistics.loss += float(t.baseline.sum()) * (t.weight * self._scale)
-        kl_seed = self._kl_seed(t)
-        with self.watch.stage("backward"):
-            self._ledger.settle()
-            if len(t.keys) == 1:
-                self._one(t, kl_seed)
-            else:
-                self._batch(t, kl_seed)
-        self.statistics.num_backwards += 1
-
-    def _run(self, t: Transition, value: Tensor, seed: Tensor, *, again: bool = False) -> None:
-        self.gradients.before(idle=t.weight == 0.0)
-        torch.autograd.backward([value], [seed], retain_graph=again)
-        self.gradients.after()
-
-    def _one(self, t: Transition, kl_seed: Tensor | None) -> None:
-        """A single sample: its gradient is what autograd accumulates."""
-        ledger, (key,) = self._ledger, t.keys
-        if t.weight and t.baseline is None:
-            self.gradients.put(ledger.reopen(key))
-        seed = torch.full_like(t.log_prob, t.weight)
-        self._run(t, t.log_prob, seed, again=kl_seed is not None)
-        if t.weight and t.baseline is None:
-            ledger.hold(key, self.gradients.take())
-        elif t.weight and t.baseline is not None:
-            alone = self.gradients.take()  # the baseline's share does not wait for the advantage
-            ledger.add_scaled(alone, float(t.baseline) * self._scale)
-            ledger.join(key, alone)
-        if kl_seed is not None and t.kl is not None:  # not scaled by A: goes to the sum
-            self._run(t, t.kl, kl_seed)
-            ledger.add(self.gradients.take())
-
-    def _batch(self, t: Transition, kl_seed: Tensor | None) -> None:
-        """Several samples: their gradients are what `capture` took from the layers."""
-        seed = torch.full_like(t.log_prob, t.weight)
-        self._run(t, t.log_prob, seed, again=kl_seed is not None)
-        factors = self._captured()
-        if not factors:
-            raise LeanError(
-                f"schedule 'reweight' got {len(t.keys)} samples in one transition that were not "
-                "sampled inside its `capture`: it needs a gradient per sample. Sample one at a "
-                "time, use `with schedule.capture(rows):` around the network, or schedule 'retain'."
-            )
-        if t.weight:
-            self._ledger.hold_batch(t.keys, factors)
-        if t.weight and t.baseline is not None:
-            shares = t.baseline.detach().to("cpu", torch.float64) * self._scale
-            self._ledger.add_factors((one, shares) for one in factors)
-        if kl_seed is not None and t.kl is not None:
-            self._run(t, t.kl, kl_seed)
-            ones = torch.ones(len(t.keys), dtype=torch.float64)
-            captured = self._captured()
-            if t.weight:
-                self._ledger.add_factors((one, ones) for one in captured)
-
-    def _captured(self) -> list[Factors]:
-        """The factors of a backward; what autograd summed over the batch is refused."""
-        return self.capture.take(self.gradients.take())
-
-    def advantages(self, advantages: Mapping[Hashable, float]) -> None:
-        """Correct and add up the gradients of finished trajectories."""
-        self._learn(advantages)
-        self.guard.check(self.name)
-        self._ledger.measure()
-        with self.watch.stage("backward"):
-            for key, advantage in advantages.items():
-                if key not in self._steps:
-                    raise LeanError(f"schedule 'reweight': {key} has an advantage but no steps.")
-                if key in self._ledger.waiting:
-                    self._ledger.fold(key, -advantage * self._scale)
-                for weight in self._steps[key]:
-                    self.statistics.loss += -advantage * (weight * self._scale)
-            self._ledger.fold_batches(self._known, -self._scale)
-        if self.gradients.sync == "group":
-            self._synchronise()
-
-    def _synchronise(self) -> None:
-        """Correct bucket by bucket, each while the one before is added up over the ranks."""
-        with self.watch.stage(self._sync_stage):
-            self.gradients.reduce(self._ledger.part, self._ledger.reached())
-            self._ledger.settle()
-
-    def finish(self) -> Statistics:
-        """Write the sum into `.grad`. Raises LeanError when a trajectory got no advantage."""
-        self._require_open("finish")
-        if waiting := len(self._steps.keys() - self._known.keys()):
-            raise LeanError(
-                f"schedule 'reweight': {waiting} trajectories never got an "
-                "advantage. Call advantages() for every trajectory before finish()."
-            )
-        self.statistics.ledger_bytes = self._ledger.peak_bytes
-        if self.gradients.sync == "update":
-            self._synchronise()
-        self.gradients.finish()
-        return self._close()

@@ -28,8 +28,9 @@ from .pipeline import Sampling
 from .policy import Policy
 from .report import Onlooker, RunRecord
 from .rewards import Scorer
+from .reweight import Reweight
 from .runfolder import run_folder
-from .schedules import Native, Retain, Reweight, Schedule
+from .schedules import Native, Retain, Schedule
 from .selection import Selection, select
 from .solver import Flash, num_steps
 from .stopwatch import Stopwatch

@@ -191,19 +191,20 @@ def roll_out(
             if s.shares_prefix and prefix is None and (first := selection.stochastic[0]):
                 key = SampleKey(update, p, 0)
                 prefix = policy.prefix(drawn[p].prompt, key, first, inputs=pictures[p])
-            rollout = policy.sample(
-                [drawn[p].prompt] * len(generations),
-                [SampleKey(update, p, g) for g in generations],
-                selected=selection.selected,
-                noisy=selection.stochastic,
-                grad=grad,
-                capture=schedule.capture if schedule is not None else None,
-                decode=not slot.idle,
-                same_noise=config.rollout.initial_noise == "group",
-                prefix=prefix,
-                inputs=pictures[p],
-                on_transition=None if s.needs_kl or s.deferred else partial(take, slot),
-            )
+            with schedule.sampling() if schedule is not None else nullcontext():
+                rollout = policy.sample(
+                    [drawn[p].prompt] * len(generations),
+                    [SampleKey(update, p, g) for g in generations],
+                    selected=selection.selected,
+                    noisy=selection.stochastic,
+                    grad=grad,
+                    capture=schedule.capture if schedule is not None else None,
+                    decode=not slot.idle,
+                    same_noise=config.rollout.initial_noise == "group",
+                    prefix=prefix,
+                    inputs=pictures[p],
+                    on_transition=None if s.needs_kl or s.deferred else partial(take, slot),
+                )
             for transition in rollout.transitions:
                 if s.needs_kl:
                     transition = policy.with_kl(transition)
