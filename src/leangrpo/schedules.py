@@ -57,8 +57,8 @@ class Schedule(Protocol):
     """The one contract: a loop that speaks it runs under every schedule.
 
     `needs_graph` says whether selected steps must be sampled with gradients; a `capture` is to be
-    on while a batch of several samples is sampled, and `sampling()` open around it. `begin` opens an
-    update over `num_samples` trajectories of `num_steps` selected steps each; `transition` takes
+    on while a batch of several samples is sampled, and `sampling()` open around it. `begin` opens
+    an update over `num_samples` trajectories of `num_steps` selected steps each; `transition` takes
     a selected step as it was sampled; `advantages` takes the advantages of finished trajectories,
     each once; `finish` closes the update with the gradient in `.grad`. A transition of weight 0 is
     idle: its backward runs, where others wait for it, and counts for nothing.
