@@ -114,9 +114,21 @@ def cases() -> dict[str, list[str]]:
     add("sd3", guided, "guided", "fsdp")
     add("sd3", [*double, "rollout.parts=2", "rollout.epochs=2"], "parts", "fsdp")
     add_parts(add, double)
+    add_streaming(add, double)
     narrow = ["model={dtype: bfloat16, master_dtype: float32, train: full}"]
     add("sd3", narrow, "master", "fsdp", schedules=late)
     return found
+
+
+def add_streaming(add: Any, double: list[str]) -> None:
+    """Each rank has sums of its own, and reads the slopes off its own advantages."""
+    streaming = ("streaming",)
+    add("sd3", double, "streamed", "fsdp", "replicate", schedules=streaming)
+    add("sd3", [*double, SHAPES["m3"]], "streamed m3", "fsdp", schedules=streaming)
+    every = [*double, "advantage.std=global", "rollout.ahead=2"]
+    add("sd3", every, "streamed global", "fsdp", schedules=streaming)
+    grouped = "parallel={replicate: 1, sync: group}"
+    add("sd3", [*double, "rollout.ahead=3"], "streamed group", grouped, schedules=streaming)
 
 
 def add_parts(add: Any, double: list[str]) -> None:

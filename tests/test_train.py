@@ -27,8 +27,9 @@ from leangrpo.data import SampleKey
 from leangrpo.datasets import read_examples
 from leangrpo.errors import LeanError, RewardError
 from leangrpo.report import read_run
+from leangrpo.rollout import draw
 from leangrpo.setup import Setup, set_up
-from leangrpo.train import draw, one_update, step, train
+from leangrpo.train import one_update, step, train
 
 SCHEDULES = ("native", "retain", "reweight")
 RELATIVE = 5e-6
@@ -187,6 +188,49 @@ CASES: dict[str, tuple[float, list[str]]] = {
     "global": (0.0, ["advantage.std=global"]),
     "lora": (0.02, [*LORA, "objective.kl=0.04"]),
 }
+
+
+BOTH = "rewards=[{name: 'test_train:brightness'}, {name: jpeg_compressibility, weight: 0.5}]"
+STREAMED: dict[str, list[str]] = {
+    "plain": ["rollout.generations=4"],
+    "global": ["rollout.generations=3", "advantage={std: global, ddof: 1}"],
+    "each": ["rollout.generations=4", "advantage.rewards=each", BOTH],
+    "each_global": ["rollout.generations=4", "advantage={rewards: each, std: global}", BOTH],
+    "all": ["rollout.generations=3", "advantage.baseline=global"],
+    "value": ["advantage={baseline: value, std: none, clip: null}"],
+    "kl": [*LORA, "objective={kl: 0.04, kl_in_reward: 0.1}"],
+    "parts": ["rollout={prompts: 2, generations: 4, parts: 2}"],
+}
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("case", STREAMED)
+def test_streaming(case: str, ahead: int, settings: Callable[..., Config], tmp_path: Path) -> None:
+    """Native's gradient up to rounding, whenever the rewards are waited for."""
+    found = {}
+    for schedule in ("native", "streaming"):
+        config = settings(tmp_path / schedule, f"schedule={schedule}", *STREAMED[case])
+        rollout = config.rollout.model_copy(update={"ahead": ahead})
+        found[schedule] = first_update(config.model_copy(update={"rollout": rollout}), move=0.02)
+    (native, gradient, _), (streamed, other, _) = found["native"], found["streaming"]
+    assert distance(other, gradient) <= RELATIVE
+    assert streamed["advantage_std"] == native["advantage_std"] > 0
+    assert streamed["grad_norm"] == pytest.approx(native["grad_norm"], rel=1e-5)
+    assert streamed["loss"] == pytest.approx(native["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_how_far_ahead_changes_no_bit(
+    schedule: str, settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    shape = "rollout={prompts: 3, generations: 2, ahead: "
+    found = [
+        first_update(settings(tmp_path / f"{n}", f"schedule={schedule}", f"{shape}{n}}}"))
+        for n in (0, 1, 4, 99)
+    ]
+    for _, gradient, weights in found[1:]:
+        assert torch.equal(gradient, found[0][1])
+        assert torch.equal(weights, found[0][2])
 
 
 @pytest.mark.parametrize("case", CASES)

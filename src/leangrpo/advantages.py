@@ -127,14 +127,16 @@ def weigh_each(rewards: Sequence[Tensor], weights: Sequence[float], **options: A
     its rewards has none. Source: MixGRPO, train_grpo_flux, `advantage_aggr`.
     """
     clip = options.pop("clip", 5.0)
-    missing = torch.zeros_like(rewards[0], dtype=torch.bool)
-    for reward in rewards:
-        missing |= ~torch.isfinite(reward)
     total = torch.zeros_like(rewards[0], dtype=torch.float64)
-    for reward, weight in zip(rewards, weights, strict=True):
-        left = torch.where(missing, math.nan, reward)
-        total += weight / sum(weights) * group_advantages(left, clip=None, **options)
+    for reward, weight in zip(without_missing(rewards), weights, strict=True):
+        total += weight / sum(weights) * group_advantages(reward, clip=None, **options)
     return total if clip is None else total.clamp(-clip, clip)
+
+
+def without_missing(rewards: Sequence[Tensor]) -> list[Tensor]:
+    """The rewards with NaN in all of them where one is not finite."""
+    missing = ~torch.isfinite(torch.stack(list(rewards))).all(0)
+    return [torch.where(missing, math.nan, reward) for reward in rewards]
 
 
 def best_of(advantages: Tensor, num: int) -> Tensor:

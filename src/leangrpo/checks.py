@@ -6,6 +6,7 @@ Imports neither torch nor diffusers: a mistake is reported before anything slow 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -60,6 +61,7 @@ def check(config: Config, *, resume: bool = False, files: bool = True) -> None:
         _check_rollout,
         _check_prefix,
         _check_advantage,
+        _check_streaming,
         _check_objective,
         _check_parallel,
         _check_model,
@@ -247,6 +249,46 @@ def _check_advantage(config: Config) -> Iterator[LeanError]:
         if config.on_bad_reward == "exclude":
             remedy = "Set it to stop."
             yield problem("on_bad_reward", "exclude", rule.format("images"), remedy)
+
+
+def _check_streaming(config: Config) -> Iterator[LeanError]:
+    if config.schedule == "streaming" and (why := not_affine(config)):
+        setting, value, rule, remedy = why
+        yield problem(setting, value, rule, f"{remedy}, or schedule=reweight.")
+
+
+def not_affine(config: Config) -> tuple[str, object, str, str] | None:
+    """Why advantages are no affine function of the rewards, which `streaming` needs them to be.
+
+    Setting, value, rule and remedy; None where they are. Of N rewards one lies at most sqrt(N - 1)
+    population deviations from the mean, (N - 1)/sqrt(N) sample deviations (Samuelson 1968), so that
+    a clip beyond that never binds.
+    """
+    a, r = config.advantage, config.rollout
+    if a.best_of is not None:
+        rule = "schedule streaming forgets the gradients it would have to leave out"
+        return "advantage.best_of", a.best_of, rule, "Set it to null"
+    if a.baseline == "history":
+        rule = "schedule streaming needs statistics of the update's own rewards"
+        return "advantage.baseline", a.baseline, rule, "Take prompt or global"
+    if a.clip is None:
+        return None
+    num = r.generations if a.baseline == "prompt" else r.generations * r.prompts
+    if a.std == "none":
+        bound = math.inf
+    elif a.std == "global" and a.baseline == "prompt":  # the widest group is all there is
+        every = r.generations * r.prompts - a.ddof
+        bound = math.sqrt(every * (num - 1) / num)
+    else:
+        bound = math.sqrt((num - 1) * (num - a.ddof) / num)
+    if a.rewards == "each":
+        weights = [w.weight for w in config.rewards]
+        bound *= sum(map(abs, weights)) / abs(sum(weights) or 1.0)
+    if bound <= a.clip:
+        return None
+    most = "have any size" if bound == math.inf else f"be as large as {bound:.3g}"
+    rule = f"an advantage can {most}, and schedule streaming cannot clip it"
+    return "advantage.clip", a.clip, rule, "Set it to null"
 
 
 def _check_objective(config: Config) -> Iterator[LeanError]:

@@ -7,8 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from .advantages import History, best_of, group_advantages, subtract_kl, weigh_each
+from .advantages import (
+    History,
+    best_of,
+    group_advantages,
+    subtract_kl,
+    weigh_each,
+    without_missing,
+)
 from .policy import Policy
+from .scoreboard import Scoreboard
 from .settings import Config
 
 
@@ -23,6 +31,27 @@ class Credit:
         self.weights = {r.name: r.weight for r in config.rewards}
         self.whole = self.c.std == "global" or self.c.baseline in ("global", "history")
         self.history = History(self.c.history, self.c.min_history)
+
+    @property
+    def centres(self) -> bool:
+        """Whether all groups' deviations from their own means are divided by one number."""
+        return self.c.baseline == "prompt" and self.c.std == "global"
+
+    def rewards(self, table: Scoreboard, prompt: int, generation: int) -> list[float]:
+        """What a sample's advantage is made of: its reward, or each of them."""
+        return [float(row[generation]) for row in self._made_of(table, prompt)]
+
+    def centred(self, table: Scoreboard, prompt: int, generation: int) -> list[float]:
+        """The same less the group's means, once the group is complete."""
+        rows = self._made_of(table, prompt)
+        return [float(_without_mean(row)[generation]) for row in rows]
+
+    def _made_of(self, table: Scoreboard, prompt: int) -> list[Tensor]:
+        """Rows `(M,)` that advantages are an affine function of; see `advantages`."""
+        if self.c.rewards == "sum":
+            rewards, kl = table.rewards[prompt], table.kl[prompt]
+            return [subtract_kl(rewards, kl, self.kl_in_reward)]
+        return without_missing([table.each[name][prompt] for name in self.weights])
 
     @property
     def remembers(self) -> bool:
@@ -60,6 +89,10 @@ class Credit:
     def kept(self) -> int | None:
         """Generations of a prompt that are trained on; None = all."""
         return self.c.best_of
+
+
+def _without_mean(row: Tensor) -> Tensor:
+    return group_advantages(row[None], std="none", clip=None)[0]
 
 
 def step_weights(config: Config, policy: Policy) -> list[float]:

@@ -63,9 +63,12 @@ class Ledger:
         """Keep a step of a batch of trajectories, its gradients in factors."""
         self.batches.append((keys, factors))
 
-    def measure(self) -> None:
-        """Note how much is held now; called when most is, before gradients are folded."""
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+    def measure(self, beside: int = 0) -> None:
+        """Note how much is held now; called when most is, before gradients are folded.
+
+        `beside`: bytes of gradients that somebody else holds.
+        """
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes + beside)
 
     def fold(self, key: Hashable, coefficient: float) -> None:
         """total += coefficient * gradient of the trajectory, when next needed."""
@@ -85,9 +88,9 @@ class Ledger:
                 later.append((keys, factors))
         self.batches = later
 
-    def add(self, gradient: Gradient) -> None:
-        """total += gradient, when next needed; takes the tensors over."""
-        self._due.append((gradient, 1.0))
+    def add(self, gradient: Gradient, coefficient: float = 1.0) -> None:
+        """total += coefficient * gradient, when next needed; takes the tensors over."""
+        self._due.append((gradient, coefficient))
 
     def add_scaled(self, gradient: Gradient, coefficient: float) -> None:
         """total += coefficient * gradient, now; the tensors stay their owner's."""
@@ -112,9 +115,9 @@ class Ledger:
                     continue
                 total = self.total[i]
                 if total is None:
-                    self.total[i] = g.to(self.parameters[i].device, self._sum_dtype(i)).mul_(
-                        coefficient
-                    )
+                    self.total[i] = g.to(
+                        self.parameters[i].device, sum_dtype(self.parameters[i])
+                    ).mul_(coefficient)
                 else:
                     old.append(total)
                     new.append(g.to(total.device))
@@ -150,12 +153,10 @@ class Ledger:
         total = self.total[i]
         if total is None:
             p = self.parameters[i]
-            total = self.total[i] = torch.zeros(p.shape, dtype=self._sum_dtype(i), device=p.device)
+            total = self.total[i] = torch.zeros(
+                p.shape, dtype=sum_dtype(self.parameters[i]), device=p.device
+            )
         return total
-
-    def _sum_dtype(self, i: int) -> torch.dtype:
-        dtype = self.parameters[i].dtype
-        return torch.float32 if dtype.itemsize < 4 else dtype
 
     def _stow(self, g: Tensor | None) -> Tensor | None:
         if g is None:
@@ -173,6 +174,11 @@ class Ledger:
         kept = sum(g.numel() * g.element_size() for one in lists for g in one if g is not None)
         kept += sum(_num_bytes(factors) for _, factors in self.batches)
         return kept + sum(_num_bytes(f for f, _ in some) for some in self._due_factors.values())
+
+
+def sum_dtype(parameter: Tensor) -> torch.dtype:
+    """In which gradients of a parameter are added up: at least float32."""
+    return torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype
 
 
 def _num_bytes(factors: Iterable[Factors]) -> int:

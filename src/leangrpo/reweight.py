@@ -49,7 +49,7 @@ class Reweight(Common):
         self._dtype, self._host = ledger_dtype, ledger_on_host
         if self.gradients.sync == "step":
             raise LeanError(
-                "schedule 'reweight' cannot synchronise at every step: a gradient must be "
+                f"schedule {self.name!r} cannot synchronise at every step: a gradient must be "
                 "multiplied by its advantage before ranks are added up, and no factor can do it "
                 "afterwards. Use parallel.sync=update or group, or schedule 'retain' or 'native'."
             )
@@ -68,7 +68,9 @@ class Reweight(Common):
         self.guard.accept(t, self.name)
         for key in t.keys if t.weight else ():
             if key in self._known:
-                raise LeanError(f"schedule 'reweight': {key} was sampled on after its advantage.")
+                raise LeanError(
+                    f"schedule {self.name!r}: {key} was sampled on after its advantage."
+                )
             self._steps.setdefault(key, []).append(t.weight)
         if t.baseline is not None:
             self.statistics.loss += float(t.baseline.sum()) * (t.weight * self._scale)
@@ -110,7 +112,7 @@ class Reweight(Common):
         factors = self._captured()
         if not factors:
             raise LeanError(
-                f"schedule 'reweight' got {len(t.keys)} samples in one transition that were not "
+                f"schedule {self.name!r} got {len(t.keys)} samples in one transition that were not "
                 "sampled inside its `capture`: it needs a gradient per sample. Sample one at a "
                 "time, use `with schedule.capture(rows):` around the network, or schedule 'retain'."
             )
@@ -138,7 +140,7 @@ class Reweight(Common):
         with self.watch.stage("backward"):
             for key, advantage in advantages.items():
                 if key not in self._steps:
-                    raise LeanError(f"schedule 'reweight': {key} has an advantage but no steps.")
+                    raise LeanError(f"schedule {self.name!r}: {key} has an advantage but no steps.")
                 if key in self._ledger.waiting:
                     self._ledger.fold(key, -advantage * self._scale)
                 for weight in self._steps[key]:
@@ -158,7 +160,7 @@ class Reweight(Common):
         self._require_open("finish")
         if waiting := len(self._steps.keys() - self._known.keys()):
             raise LeanError(
-                f"schedule 'reweight': {waiting} trajectories never got an "
+                f"schedule {self.name!r}: {waiting} trajectories never got an "
                 "advantage. Call advantages() for every trajectory before finish()."
             )
         self.statistics.ledger_bytes = self._ledger.peak_bytes

@@ -19,7 +19,7 @@ rank, so that anybody's loop can use them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,10 +56,12 @@ class Statistics:
 class Schedule(Protocol):
     """The one contract: a loop that speaks it runs under every schedule.
 
+    `streams` says that the schedule wants each reward as soon as it is known.
     `needs_graph` says whether selected steps must be sampled with gradients; a `capture` is to be
     on while a batch of several samples is sampled, and `sampling()` open around it. `begin` opens
     an update over `num_samples` trajectories of `num_steps` selected steps each; `transition` takes
-    a selected step as it was sampled; `advantages` takes the advantages of finished trajectories,
+    a selected step as it was sampled; `rewards` takes what finished trajectories were rewarded
+    with, and `centre` the same less the mean of their group; `advantages` takes their advantages,
     each once; `finish` closes the update with the gradient in `.grad`. A transition of weight 0 is
     idle: its backward runs, where others wait for it, and counts for nothing.
 
@@ -69,6 +71,7 @@ class Schedule(Protocol):
 
     name: str
     needs_graph: bool
+    streams: bool
 
     @property
     def capture(self) -> Capture | None: ...
@@ -78,6 +81,10 @@ class Schedule(Protocol):
     def begin(self, num_samples: int, num_steps: int) -> None: ...
 
     def transition(self, transition: Transition) -> None: ...
+
+    def rewards(self, rewards: Mapping[Hashable, Sequence[float]]) -> None: ...
+
+    def centre(self, deviations: Mapping[Hashable, Sequence[float]]) -> None: ...
 
     def advantages(self, advantages: Mapping[Hashable, float]) -> None: ...
 
@@ -89,6 +96,7 @@ class Common:
 
     name: str
     needs_graph: bool
+    streams = False
     capture: Capture | None = None
 
     def __init__(
@@ -123,6 +131,12 @@ class Common:
         self._known: dict[Hashable, float] = {}
         self.statistics = Statistics()
         self._open = True
+
+    def rewards(self, rewards: Mapping[Hashable, Sequence[float]]) -> None:
+        """What finished trajectories were rewarded with; most schedules wait for advantages."""
+
+    def centre(self, deviations: Mapping[Hashable, Sequence[float]]) -> None:
+        """The rewards of a group that is complete, less their mean."""
 
     def _require_open(self, event: str) -> None:
         if not self._open:

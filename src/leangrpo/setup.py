@@ -34,6 +34,7 @@ from .schedules import Native, Retain, Schedule
 from .selection import Selection, select
 from .solver import Flash, num_steps
 from .stopwatch import Stopwatch
+from .streaming import Streaming
 from .value import Critic
 
 
@@ -90,6 +91,12 @@ class Setup:
         return sorted(
             {i for p in prompts for g in generations for i in self.select(update, p, g).selected}
         )
+
+    @property
+    def ahead(self) -> int:
+        """How many forwards are sampled while the reward of an earlier one is computed."""
+        ahead = self.config.rollout.ahead
+        return (0 if self.schedule.streams else 1) if ahead is None else ahead
 
     @property
     def shares_prefix(self) -> bool:
@@ -341,16 +348,17 @@ def make_schedule(
 ) -> Schedule:
     """The schedule a config names, over the policy's parameters."""
     kl, p = config.objective.kl, config.parallel
+    waiting: dict[str, Any] = {
+        "kl": kl,
+        "gradients": gradients,
+        "ledger_dtype": getattr(torch, p.ledger_dtype) if p.ledger_dtype else None,
+        "ledger_on_host": p.ledger_device == "host",
+        "watch": watch,
+    }
     makers: dict[str, Callable[[], Schedule]] = {
         "retain": lambda: Retain(policy, kl=kl, gradients=gradients, watch=watch),
-        "reweight": lambda: Reweight(
-            policy,
-            kl=kl,
-            gradients=gradients,
-            ledger_dtype=getattr(torch, p.ledger_dtype) if p.ledger_dtype else None,
-            ledger_on_host=p.ledger_device == "host",
-            watch=watch,
-        ),
+        "reweight": lambda: Reweight(policy, **waiting),
+        "streaming": lambda: Streaming(policy, **waiting),
         "native": lambda: Native(
             policy,
             replay=policy.replay,

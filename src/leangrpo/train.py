@@ -5,12 +5,8 @@ The schedule decides when gradients are formed; no line here changes with it.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,22 +17,19 @@ from .advantages import subtract_kl
 from .checkpoint import Checkpoints, weights_sha256
 from .collectives import in_order
 from .config import Config, config_hash
-from .data import SampleKey, Transition
+from .data import Transition
 from .errors import LeanError
 from .evaluation import evaluate
-from .layout import Slot
-from .noise import generator
-from .parallel import World, whole
+from .interrupt import stop_requests
+from .parallel import whole
 from .report import Onlooker
+from .rollout import roll_out
 from .runfolder import EVALUATIONS, read_lines
 from .schedules import Schedule
 from .scoreboard import Scoreboard
 from .setup import Setup, plan_text, set_up
 
 T = TypeVar("T")
-
-SAME_REQUEST_S = 2.0
-"""Seconds within which two signals to a rank are one request to stop."""
 
 
 def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
@@ -67,7 +60,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
 
     record.plan(plan_text(s))
     try:
-        with s.scorer, s.judge, _interrupt(world) as interrupted:
+        with s.scorer, s.judge, stop_requests(world) as interrupted:
             if _is_due(s, done):  # also one that a failure has left out
                 _evaluate(s, done)
             while done < config.updates and not world.any(interrupted.is_set()):
@@ -146,101 +139,6 @@ def one_update(s: Setup, update: int) -> dict[str, Any]:
     return line if s.critic is None else line | {"value_loss": value_loss}
 
 
-def roll_out(
-    s: Setup,
-    update: int,
-    part: int,
-    table: Scoreboard,
-    stored: list[Transition],
-    *,
-    last: bool,
-) -> None:
-    """Sample a part's prompts and score them; the first part's steps go to the schedule.
-
-    Selected steps that a later optimizer step will train on are put into `stored`, without graphs.
-    `last`: nothing more is sampled, so all the update's rewards are known.
-    """
-    config, policy, world = s.config, s.policy, s.world
-    schedule = s.schedule if part == 0 else None
-    grad = schedule is not None and schedule.needs_graph
-    keep = part > 0 or config.rollout.epochs > 1
-    offset = part * s.layout.prompts
-    drawn = draw(s.examples, config.seed, update, config.rollout.prompts)
-    waves = s.layout.of(world.rank)
-    pictures = {
-        p: drawn[p].open_images()
-        for p in {offset + slot.prompt for wave in waves for slot in wave.slots}
-    }
-    mine: list[tuple[int, int]] = []
-
-    def take(slot: Slot, transition: Transition) -> None:
-        transition.weight = 0.0 if slot.idle else s.weights[transition.step]
-        if s.critic is not None:
-            s.critic.attach(transition)
-        if keep:
-            stored.append(transition.without_graph())
-        if schedule is not None:
-            schedule.transition(transition)
-
-    for number, wave in enumerate(waves, start=1):
-        waiting: list[Any] = []
-        prefix = None
-        for slot in wave.slots:
-            p, generations = offset + slot.prompt, list(slot.generations)
-            selection = s.select(update, p, generations[0])
-            if s.shares_prefix and prefix is None and (first := selection.stochastic[0]):
-                key = SampleKey(update, p, 0)
-                prefix = policy.prefix(drawn[p].prompt, key, first, inputs=pictures[p])
-            with schedule.sampling() if schedule is not None else nullcontext():
-                rollout = policy.sample(
-                    [drawn[p].prompt] * len(generations),
-                    [SampleKey(update, p, g) for g in generations],
-                    selected=selection.selected,
-                    noisy=selection.stochastic,
-                    grad=grad,
-                    capture=schedule.capture if schedule is not None else None,
-                    decode=not slot.idle,
-                    same_noise=config.rollout.initial_noise == "group",
-                    prefix=prefix,
-                    inputs=pictures[p],
-                    on_transition=None if s.needs_kl or s.deferred else partial(take, slot),
-                )
-            for transition in rollout.transitions:
-                if s.needs_kl:
-                    transition = policy.with_kl(transition)
-                if transition.kl is not None and not slot.idle:
-                    table.kl[p, generations] += transition.kl.detach().to("cpu", torch.float64)
-                take(slot, transition)
-            if not slot.idle:
-                assert rollout.images is not None
-                about = [drawn[p].about(pictures[p]) for _ in generations]
-                scores = s.scorer.submit(rollout.images, rollout.prompts, about)
-                waiting.append((p, generations, scores))
-        with s.watch.stage("reward"):
-            for p, generations, scores in waiting:
-                table.enter(p, generations, scores.result())
-        own = [(p, g) for p, generations, _ in waiting for g in generations]
-        mine += own
-        if s.credit.whole:
-            if number < len(waves) or not last:
-                continue
-            table.gather_all(world)
-            groups, own = list(range(config.rollout.prompts)), mine
-        else:
-            groups = [] if wave.prompt is None else [offset + wave.prompt]
-            for p in groups:
-                table.gather_group(world, s.layout, p, [g for _, g in own])
-        if groups:
-            s.whole = s.whole and not s.credit.remembers  # what it remembers is of this update now
-            each = {name: values[groups] for name, values in table.each.items()}
-            table.advantages[groups] = s.credit.advantages(
-                table.rewards[groups], each, table.kl[groups], [drawn[p].name for p in groups]
-            )
-        if schedule is not None:
-            keys = [SampleKey(update, p, g) for p, g in own]
-            schedule.advantages({key: table.advantage(key) for key in keys})
-
-
 def finish_step(s: Setup, update: int, schedule: Schedule, *, lean: bool) -> dict[str, Any]:
     """Close a schedule's update and step the optimizer; what the metrics say of it."""
     statistics = schedule.finish()
@@ -302,18 +200,6 @@ def _name_unreached(s: Setup) -> None:
             f"by the gradient and will not move: {', '.join(unreached[:6])}"
             + (" ..." if len(unreached) > 6 else "")
         )
-
-
-def draw(examples: Sequence[T], seed: int, update: int, num: int) -> list[T]:
-    """The examples of an update: a keyed shuffle of all, epoch after epoch, each once in each.
-
-    Depends on (seed, update) only, so that a resumed run needs no position.
-    """
-    first, end = update * num, (update + 1) * num
-    epochs = range(first // len(examples), (end - 1) // len(examples) + 1)
-    orders = {e: generator(seed, -2, e).permutation(len(examples)) for e in epochs}
-    places = [divmod(position, len(examples)) for position in range(first, end)]
-    return [examples[int(orders[epoch][place])] for epoch, place in places]
 
 
 def _line(
@@ -400,41 +286,3 @@ def _evaluate(s: Setup, update: int) -> None:
     line = result.line(update, time.perf_counter() - started)
     scores = result.reward[: c.grid].tolist()
     s.record.evaluation(line, result.images, list(result.prompts[: c.grid]), scores)
-
-
-@contextmanager
-def _interrupt(world: World) -> Iterator[threading.Event]:
-    """Make the first Ctrl-C (or SIGTERM) a request to finish the update; a second Ctrl-C stops.
-
-    With several ranks a batch system and torchrun may both pass on the same request: it is a second
-    one after `SAME_REQUEST_S`. When this rank ends for an interrupt or an error, torchrun may have
-    seen another one end so and send SIGTERM: it is ignored, as this one is about to end itself.
-    """
-    asked = threading.Event()
-    since, ending = 0.0, True
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-
-    def handle(number: int, _: Any) -> None:
-        nonlocal since
-        if asked.is_set():
-            if world.size == 1 or time.monotonic() - since > SAME_REQUEST_S:
-                raise KeyboardInterrupt
-            return
-        asked.set()
-        since = time.monotonic()
-        # torchrun also sends SIGTERM when another rank has failed, and then nothing is saved
-        if world.is_main and (world.size == 1 or number == signal.SIGINT):
-            text = "\nFinishing this update, then saving. Once more to stop at once."
-            print(text, flush=True)
-
-    before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-        ending = asked.is_set()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if ending and world.size > 1:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,196 @@
+"""A part of an update's rollout: sample, score meanwhile, hand advantages to the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from .data import SampleKey, Transition
+from .layout import Slot
+from .noise import generator
+from .policy import Prefix
+from .rewards import Scores
+from .scoreboard import Scoreboard
+from .setup import Setup
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Sampled:
+    """A forward whose scores are on their way (None: an idle one, which has none)."""
+
+    prompt: int
+    generations: list[int]
+    scores: Future[Scores] | None
+
+
+def roll_out(
+    s: Setup,
+    update: int,
+    part: int,
+    table: Scoreboard,
+    stored: list[Transition],
+    *,
+    last: bool,
+) -> None:
+    """Sample a part's prompts and score them; the first part's steps go to the schedule.
+
+    Selected steps that a later optimizer step will train on are put into `stored`, without graphs.
+    `last`: nothing more is sampled, so all the update's rewards are known.
+
+    Rewards are computed while sampling goes on: `Setup.ahead` forwards more are sampled before
+    the last reward of a group is waited for (of each forward, where the schedule streams). So the
+    order of events depends on no clock, and all ranks wait, and meet, at the same forward.
+    """
+    _Part(s, update, part, table, stored, last).run()
+
+
+class _Part:
+    def __init__(
+        self,
+        s: Setup,
+        update: int,
+        part: int,
+        table: Scoreboard,
+        stored: list[Transition],
+        last: bool,
+    ) -> None:
+        self.s, self.update, self.table, self.stored, self.last = s, update, table, stored, last
+        self.schedule = s.schedule if part == 0 else None
+        self.keep = part > 0 or s.config.rollout.epochs > 1
+        self.offset = part * s.layout.prompts
+        self.drawn = draw(s.examples, s.config.seed, update, s.config.rollout.prompts)
+        self.waves = s.layout.of(s.world.rank)
+        self.slots = [(w, slot) for w, wave in enumerate(self.waves) for slot in wave.slots]
+        self.pictures = {
+            p: self.drawn[p].open_images()
+            for p in {self.offset + slot.prompt for _, slot in self.slots}
+        }
+        self.prefix: tuple[int, Prefix] | None = None
+        self.own: list[list[tuple[int, int]]] = [[] for _ in self.waves]
+
+    def run(self) -> None:
+        """All forwards in order, and behind them their rewards and advantages."""
+        streams = self.schedule is not None and self.schedule.streams
+        ends = {wave: i for i, (wave, _) in enumerate(self.slots)}  # the last forward of each
+        sampled: list[Sampled] = []
+        entered = 0
+        for n, (wave, slot) in enumerate(self.slots):
+            sampled.append(self._sample(wave, slot))
+            while entered <= n:
+                behind = self.slots[entered][0]
+                due = (entered if streams else ends[behind]) + self.s.ahead
+                if n < min(due, len(self.slots) - 1):
+                    break
+                self._enter(behind, sampled[entered])
+                if entered == ends[behind]:
+                    self._close(behind)
+                entered += 1
+
+    def _sample(self, wave: int, slot: Slot) -> Sampled:
+        """A forward: its transitions go to the schedule, its pictures to the rewards."""
+        s, schedule, update = self.s, self.schedule, self.update
+        p, generations = self.offset + slot.prompt, list(slot.generations)
+        example, pictures = self.drawn[p], self.pictures[p]
+        selection = s.select(update, p, generations[0])
+        first = selection.stochastic[0]
+        if s.shares_prefix and first and (self.prefix is None or self.prefix[0] != wave):
+            key = SampleKey(update, p, 0)
+            shared = s.policy.prefix(example.prompt, key, first, inputs=pictures)
+            self.prefix = wave, shared
+        with nullcontext() if schedule is None else schedule.sampling():
+            rollout = s.policy.sample(
+                [example.prompt] * len(generations),
+                [SampleKey(update, p, g) for g in generations],
+                selected=selection.selected,
+                noisy=selection.stochastic,
+                grad=schedule is not None and schedule.needs_graph,
+                capture=None if schedule is None else schedule.capture,
+                decode=not slot.idle,
+                same_noise=s.config.rollout.initial_noise == "group",
+                prefix=self.prefix[1] if s.shares_prefix and first and self.prefix else None,
+                inputs=pictures,
+                on_transition=None if s.needs_kl or s.deferred else partial(self._take, slot),
+            )
+        for transition in rollout.transitions:
+            if s.needs_kl:
+                transition = s.policy.with_kl(transition)
+            if transition.kl is not None and not slot.idle:
+                kl = transition.kl.detach().to("cpu", torch.float64)
+                self.table.kl[p, generations] += kl
+            self._take(slot, transition)
+        if slot.idle:
+            return Sampled(p, generations, None)
+        assert rollout.images is not None
+        about = [example.about(pictures) for _ in generations]
+        return Sampled(p, generations, s.scorer.submit(rollout.images, rollout.prompts, about))
+
+    def _take(self, slot: Slot, transition: Transition) -> None:
+        transition.weight = 0.0 if slot.idle else self.s.weights[transition.step]
+        if self.s.critic is not None:
+            self.s.critic.attach(transition)
+        if self.keep:
+            self.stored.append(transition.without_graph())
+        if self.schedule is not None:
+            self.schedule.transition(transition)
+
+    def _enter(self, wave: int, one: Sampled) -> None:
+        """Wait for a forward's rewards."""
+        if one.scores is None:
+            return
+        with self.s.watch.stage("reward"):
+            self.table.enter(one.prompt, one.generations, one.scores.result())
+        own = [(one.prompt, g) for g in one.generations]
+        self.own[wave] += own
+        if self.schedule is not None:
+            credit, table = self.s.credit, self.table
+            self.schedule.rewards({self._key(k): credit.rewards(table, *k) for k in own})
+
+    def _close(self, number: int) -> None:
+        """A wave's rewards are all there: the advantages of its group, or of all of them."""
+        s, table, own = self.s, self.table, self.own[number]
+        prompt = self.waves[number].prompt
+        groups = [] if prompt is None else [self.offset + prompt]
+        centre = s.credit.centres and self.schedule is not None and self.schedule.streams
+        if centre or not s.credit.whole:
+            for p in groups:
+                table.gather_group(s.world, s.layout, p, [g for _, g in own])
+        if centre and self.schedule is not None:
+            self.schedule.centre({self._key(k): s.credit.centred(table, *k) for k in own})
+        if s.credit.whole:
+            if number + 1 < len(self.waves) or not self.last:
+                return
+            table.gather_all(s.world)
+            groups, own = list(range(len(self.drawn))), [k for one in self.own for k in one]
+        if groups:
+            s.whole = s.whole and not s.credit.remembers  # what it remembers is of this update now
+            each = {name: values[groups] for name, values in table.each.items()}
+            names = [self.drawn[p].name for p in groups]
+            table.advantages[groups] = s.credit.advantages(
+                table.rewards[groups], each, table.kl[groups], names
+            )
+        if self.schedule is not None:
+            keys = map(self._key, own)
+            self.schedule.advantages({key: table.advantage(key) for key in keys})
+
+    def _key(self, sample: tuple[int, int]) -> SampleKey:
+        return SampleKey(self.update, *sample)
+
+
+def draw(examples: Sequence[T], seed: int, update: int, num: int) -> list[T]:
+    """The examples of an update: a keyed shuffle of all, epoch after epoch, each once in each.
+
+    Depends on (seed, update) only, so that a resumed run needs no position.
+    """
+    first, end = update * num, (update + 1) * num
+    epochs = range(first // len(examples), (end - 1) // len(examples) + 1)
+    orders = {e: generator(seed, -2, e).permutation(len(examples)) for e in epochs}
+    places = [divmod(position, len(examples)) for position in range(first, end)]
+    return [examples[int(orders[epoch][place])] for epoch, place in places]
