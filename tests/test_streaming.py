@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ def update(
     late: bool = False,
     centred: bool = False,
     model: Toy | None = None,
+    batch: int = 1,
     **extra: Any,
 ) -> tuple[Tensor, Any]:
     """The gradient of an update whose groups, `(P, M)`, are sampled one after the other.
@@ -62,14 +64,16 @@ def update(
     for p in range(groups):
         keys = [(p, m) for m in range(size)]
         known = {key: [float(r[key]) for r in rewards] for key in keys}
-        for key in keys:
+        for first in range(0, size, batch):
+            some = tuple(keys[first : first + batch])
             for step in range(S):
-                x = point(7 * p + key[1], step, dtype)
-                with torch.set_grad_enabled(schedule.needs_graph):
+                x = torch.cat([point(7 * p + m, step, dtype) for _, m in some])
+                capture = schedule.capture(batch) if schedule.capture and batch > 1 else None
+                with torch.set_grad_enabled(schedule.needs_graph), capture or nullcontext():
                     score = model.score(x)
-                schedule.transition(Transition((key,), step, score, latents=x))
+                schedule.transition(Transition(some, step, score, latents=x))
             if not late:
-                schedule.rewards({key: known[key]})
+                schedule.rewards({key: known[key] for key in some})
         if late:
             schedule.rewards(known)
         if centred:
@@ -110,6 +114,19 @@ def test_memory_does_not_grow_with_the_group() -> None:
         assert set(held.values()) == {most}
     rewards = draw(1, 16)
     assert update(Reweight, [rewards], plain(rewards))[1].ledger_bytes == 16 * one
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("batch", [2, 3, 6])
+def test_several_in_a_forward(batch: int, late: bool) -> None:
+    """Their gradients come in factors; one without a reward is left out of the product."""
+    rewards = [draw(2, 6, mean=5.0, seed=k) for k in range(2)]
+    rewards[0][0, 1] = torch.nan
+    rewards[1][0, 1] = torch.nan
+    advantages = weigh_each(rewards, [1.0, 2.0], clip=None)
+    native, _ = update(Native, rewards, advantages)
+    streamed, _ = update(Streaming, rewards, advantages, batch=batch, late=late)
+    assert relative(streamed, native) <= 1e-12
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -200,6 +200,7 @@ STREAMED: dict[str, list[str]] = {
     "value": ["advantage={baseline: value, std: none, clip: null}"],
     "kl": [*LORA, "objective={kl: 0.04, kl_in_reward: 0.1}"],
     "parts": ["rollout={prompts: 2, generations: 4, parts: 2}"],
+    "micro_batch": [*LORA, "rollout={generations: 4, micro_batch: 2}"],
 }
 
 

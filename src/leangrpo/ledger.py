@@ -6,13 +6,16 @@ All selected steps of trajectory i share A_i, so the sum over its steps is all t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .capture import Factors, fold
 from .gradients import Gradient
+
+Batch = tuple[tuple[Hashable, ...], list[Factors]]
+"""A step of trajectories that were sampled together, and their gradients in factors."""
 
 
 class Ledger:
@@ -35,7 +38,7 @@ class Ledger:
         self.parameters, self.dtype, self.host = parameters, dtype, host
         self.total: Gradient = [None] * len(parameters)
         self.waiting: dict[Hashable, Gradient] = {}
-        self.batches: list[tuple[tuple[Hashable, ...], list[Factors]]] = []
+        self.batches: list[Batch] = []
         self.peak_bytes = 0
         self._last: Hashable = None
         self._due: list[tuple[Gradient, float]] = []
@@ -87,6 +90,15 @@ class Ledger:
             else:
                 later.append((keys, factors))
         self.batches = later
+
+    def take_batches(self, known: Container[Hashable]) -> list[Batch]:
+        """The batches of which all trajectories are `known`, which the ledger forgets."""
+        taken: list[Batch] = []
+        later: list[Batch] = []
+        for batch in self.batches:
+            (taken if all(key in known for key in batch[0]) else later).append(batch)
+        self.batches = later
+        return taken
 
     def add(self, gradient: Gradient, coefficient: float = 1.0) -> None:
         """total += coefficient * gradient, when next needed; takes the tensors over."""

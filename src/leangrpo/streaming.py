@@ -17,14 +17,15 @@ advantages that are not affine (clipped, or the best of n) are refused.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from .capture import Factors, fold
 from .errors import LeanError
 from .gradients import Gradient
-from .ledger import sum_dtype
+from .ledger import Batch, sum_dtype
 from .reweight import Reweight
 
 NOT_AFFINE = 1e-9
@@ -53,23 +54,65 @@ class Sums:
 
     def fold(self, key: Hashable, rewards: Tensor, gradient: Gradient) -> None:
         """Add a trajectory's gradient, `rewards` `(k,)` being its own; takes the tensors over."""
-        if self.origin is None:
-            self.origin, self.mean = rewards, torch.zeros_like(rewards)
-            self.weighted = [[None] * len(self.parameters) for _ in rewards]
-        distance, before = rewards - self.origin, self.mean
-        self.members[key] = distance
-        self.mean = before + (distance - before) / len(self.members)
-        moved, own = (before - self.mean).tolist(), (distance - self.mean).tolist()
+        self._enlist({key: rewards})
+        own = (self.members[key] - self.mean).tolist()
         for i, parameter in enumerate(self.parameters):
-            g, so_far = gradient[i], self.plain[i]
-            gradient[i] = None
-            for total, shift, c in zip(self.weighted, moved, own, strict=True):
+            g, gradient[i] = gradient[i], None
+            if g is None:
+                continue
+            for total, c in zip(self.weighted, own, strict=True):
+                if c != 0.0:
+                    _add(total, i, g, c, parameter)
+            _add(self.plain, i, g, 1.0, parameter, owned=True)
+
+    def fold_batch(self, rewards: Mapping[Hashable, Tensor], batches: Iterable[Batch]) -> None:
+        """Add the gradients of trajectories that were sampled together, which come in factors.
+
+        Those without `rewards` are left out.
+        """
+        self._enlist(rewards)
+        layers: dict[tuple[int, int], list[tuple[Factors, tuple[Hashable, ...]]]] = {}
+        for keys, factors in batches:
+            for one in factors:
+                layers.setdefault((one.weight, one.bias), []).append((one, keys))
+        for at, some in layers.items():
+            for number, total in enumerate([self.plain, *self.weighted], start=-1):
+                weighed = []
+                for one, keys in some:
+                    c = [
+                        0.0
+                        if key not in self.members
+                        else 1.0
+                        if number < 0
+                        else float(self.members[key][number] - self.mean[number])
+                        for key in keys
+                    ]
+                    weighed.append((one, torch.tensor(c, dtype=torch.float64)))
+                fold(weighed, *(self._sum(total, i) if i >= 0 else None for i in at))
+
+    def _enlist(self, rewards: Mapping[Hashable, Tensor]) -> None:
+        """Note rewards, and move the mean that the weighted sums refer to along with them."""
+        for key, values in rewards.items():
+            if self.origin is None:
+                self.origin, self.mean = values, torch.zeros_like(values)
+                self.weighted = [[None] * len(self.parameters) for _ in values]
+            self.members[key] = values - self.origin
+        if not self.members:
+            return
+        before, self.mean = self.mean, torch.stack(list(self.members.values())).mean(0)
+        for total, shift in zip(self.weighted, (before - self.mean).tolist(), strict=True):
+            for i, parameter in enumerate(self.parameters):
+                so_far = self.plain[i]
                 if so_far is not None and shift != 0.0:
                     _add(total, i, so_far, shift, parameter)
-                if g is not None and c != 0.0:
-                    _add(total, i, g, c, parameter)
-            if g is not None:
-                _add(self.plain, i, g, 1.0, parameter, owned=True)
+
+    def _sum(self, total: Gradient, i: int) -> Tensor:
+        """The sum of parameter `i`, zero to begin with."""
+        found = total[i]
+        if found is None:
+            p = self.parameters[i]
+            found = total[i] = torch.zeros(p.shape, dtype=sum_dtype(p), device=p.device)
+        return found
 
     @property
     def num_bytes(self) -> int:
@@ -104,17 +147,21 @@ class Streaming(Reweight):
         """
         self._require_open("rewards")
         self._measure()
+        known = {k: torch.tensor([*values], dtype=torch.float64) for k, values in rewards.items()}
+        for key, values in known.items():
+            if key not in self._steps:
+                raise LeanError(f"schedule 'streaming': {key} has a reward but no steps.")
+            if not values.isfinite().all():
+                self._left_out.add(key)
+        finite = {key: values for key, values in known.items() if key not in self._left_out}
         with self.watch.stage("backward"):
-            for key, values in rewards.items():
-                if key not in self._steps:
-                    raise LeanError(f"schedule 'streaming': {key} has a reward but no steps.")
-                own = torch.tensor([float(v) for v in values], dtype=torch.float64)
-                gradient = self._ledger.reopen(key)
-                if not own.isfinite().all():
-                    self._left_out.add(key)
-                    continue
-                self._group.fold(key, own, gradient)
-                self._measure()
+            if batches := self._ledger.take_batches(known):
+                self._group.fold_batch(finite, batches)
+            for key, values in known.items():
+                gradient = self._ledger.waiting.pop(key, None)
+                if gradient is not None and key in finite:
+                    self._group.fold(key, values, gradient)
+                    self._measure()
 
     def centre(self, deviations: Mapping[Hashable, Sequence[float]]) -> None:
         """A group is complete: merge it with those before, given its rewards less their means.
