@@ -1,0 +1,153 @@
+"""The most memory that was held at once, measured, on a CPU as on an accelerator.
+
+CUDA counts itself. A CPU's allocator tells the profiler of every allocation and release, which are
+added up here in order; what a C library allocates by itself is not seen, and what was allocated
+before the measurement is not missed when it is released.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+MARK = "leangrpo::mark"
+
+
+@dataclass(slots=True)
+class Phase:
+    """What happened from a mark to the next: bytes `held` when it began, as the difference to the
+    start of the measurement, and `peak` the most that was held above that."""
+
+    name: str
+    held: int
+    peak: int = 0
+
+
+@dataclass(slots=True)
+class Trace:
+    """A measurement underway; its `phases` are complete once it has ended."""
+
+    device: torch.device
+    phases: list[Phase] = field(default_factory=list)
+    _start: int = 0
+    _profile: Any = None
+
+    def mark(self, name: str) -> None:
+        """End the phase underway and begin the next."""
+        if self.device.type == "cuda":
+            self._close()
+            held = torch.cuda.memory_allocated(self.device) - self._start
+            self.phases.append(Phase(name, held))
+            return
+        self.phases.append(Phase(name, 0))
+        with torch.profiler.record_function(MARK):
+            pass
+
+    def begin(self) -> None:
+        """Start measuring."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self._start = torch.cuda.memory_allocated(self.device)
+        else:
+            # Kineto greets at every start otherwise
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+            self._profile = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            )
+            self._profile.start()
+        self.mark("start")
+
+    def end(self) -> None:
+        """Stop measuring, and know the phases."""
+        if self.device.type == "cuda":
+            self._close()
+            return
+        self._profile.stop()
+        held, number = 0, -1
+        events = self._profile.profiler.kineto_results.events()
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            name = event.name()
+            if name == MARK:
+                number += 1
+                self.phases[number].held = held
+            elif name == "[memory]" and number >= 0:
+                held += event.nbytes()
+                phase = self.phases[number]
+                phase.peak = max(phase.peak, held - phase.held)
+        self._profile = None
+
+    def _close(self) -> None:
+        if self.phases:
+            last = self.phases[-1]
+            most = torch.cuda.max_memory_allocated(self.device) - self._start
+            last.peak = max(0, most - last.held)
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    @property
+    def peak(self) -> int:
+        """The most that was held above what there was at the start."""
+        return max(phase.held + phase.peak for phase in self.phases)
+
+
+@contextmanager
+def peak_memory(device: torch.device | str = "cpu") -> Iterator[Trace]:
+    """Measure what is held inside; the trace's `peak` and `phases` are there afterwards.
+
+    On CUDA this resets the device's own peak counter. On a CPU only this thread is measured, and
+    every operator takes some ten microseconds more: no times should be taken inside.
+    """
+    trace = Trace(torch.device(device))
+    trace.begin()
+    try:
+        yield trace
+    finally:
+        trace.end()
+
+
+def storages(tensors: Any) -> dict[int, int]:
+    """Bytes of the storages of tensors, each once, by address; of a DTensor its local part."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        storage = local.untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+class Kept:
+    """Bytes that autograd keeps for backward inside, each storage once, those of `known` not.
+
+    Counted by `torch.autograd.graph.saved_tensors_hooks`: what an operator saves comes through
+    there, whether an activation, a mask or a weight.
+    """
+
+    def __init__(self, known: Any = ()) -> None:
+        self.known = storages(known)
+        self.found: dict[int, int] = {}
+        self._hooks: Any = None
+
+    def __enter__(self) -> Kept:
+        self._alive: list[Any] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.__exit__(*_)
+        self._alive.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.found |= storages([tensor])
+        self._alive.append(tensor)  # an address that is given to another tensor counts once only
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept, without what was known before."""
+        return sum(size for at, size in self.found.items() if at not in self.known)
