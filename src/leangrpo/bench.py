@@ -25,6 +25,7 @@ from .stopwatch import Stopwatch
 
 STAGES = ("rollout", "recompute", "backward", "sync")
 SCHEDULES = ("native", "retain", "reweight")
+"""Timed by default; streaming can be asked for."""
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -55,7 +56,10 @@ class Bench:
                 keys = [SampleKey(turn, slot.prompt, m) for m in slot.generations]
                 self._sample(schedule, slot, keys)
                 if not slot.idle:
-                    own |= {k: 1.0 if k.generation % 2 else -1.0 for k in keys}
+                    signs: dict[Hashable, float]
+                    signs = {k: 1.0 if k.generation % 2 else -1.0 for k in keys}
+                    schedule.rewards({k: [sign] for k, sign in signs.items()})
+                    own |= signs
             schedule.advantages(own)
         schedule.finish()
         for parameter in self.policy.parameters:
@@ -155,8 +159,9 @@ def _variant(config: Config, name: str) -> Config:
     parallel: dict[str, Any] = {"sync": sync}
     if layout:
         parallel["layout"] = layout[0]
-    if schedule not in SCHEDULES:
-        raise problem("--schedules", name, f"must be among {', '.join(SCHEDULES)}")
+    known = (*SCHEDULES, "streaming")
+    if schedule not in known:
+        raise problem("--schedules", name, f"must be among {', '.join(known)}")
     if sync not in ("step", "group", "update") or layout not in ([], ["classic"], ["shared"]):
         rule = "after the schedule come step, group or update, and then classic or shared"
         raise problem("--schedules", name, rule, "For example native:step:classic.")

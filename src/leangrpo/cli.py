@@ -255,6 +255,13 @@ def bench(
         bool,
         typer.Option("--collectives", help="Count the collectives of an update instead of timing."),
     ] = False,
+    ledger: Annotated[
+        bool,
+        typer.Option("--ledger", help="Measure waiting gradients against the group instead."),
+    ] = False,
+    groups: Annotated[
+        str, typer.Option(metavar="N,N,...", help="With --ledger: the group sizes.")
+    ] = "4,16,64",
     nproc: Nproc = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -274,10 +281,15 @@ def bench(
         flags = [f"--schedules={schedules}"] if schedules else []
         flags += [f"--rounds={rounds}"] + ["--collectives"] * collectives
         _launch("bench", settings or [], flags, nproc, json_file)
+    names = schedules.split(",") if schedules else None
+    if ledger:
+        from .bench_memory import ledger as measure
+
+        _write_json(json_file, measure(config, names, _counts("--groups", groups)))
+        return
     from .bench import bench as run
     from .parallel import leave
 
-    names = schedules.split(",") if schedules else None
     result = run(config, names, rounds, collectives=collectives)
     leave()
     _write_json(json_file, result)
@@ -414,6 +426,15 @@ def _check_writable(file: Path | None) -> None:
     target = file if os.path.exists(file) else file.parent
     if os.path.isdir(file) or not os.access(target, os.W_OK):
         raise LeanError(f"--json {file}: cannot be written. Choose a file in an existing folder.")
+
+
+def _counts(option: str, text: str) -> list[int]:
+    """Whole numbers, separated by commas."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        rule = "it must be whole numbers with commas between them"
+        raise problem(option, text, rule, "Such as 4,16,64.") from None
 
 
 def _launch(
