@@ -18,7 +18,7 @@ from leangrpo.evaluation import EXACT, Evaluation, evaluate
 from leangrpo.loading import make_trainable
 from leangrpo.parallel import World
 from leangrpo.policy import Policy, Sampling
-from leangrpo.rewards import Scorer
+from leangrpo.scoring import Scorer
 
 PROMPTS = ("a cat", "a dog", "a cup", "a car", "a hat")
 EXAMPLES = [Example(prompt) for prompt in PROMPTS]

@@ -23,7 +23,6 @@ from leangrpo.errors import LeanError, RewardError
 from leangrpo.ocr import FLOOR, Recogniser, recogniser
 from leangrpo.rewards import (
     REWARDS,
-    Scorer,
     check_prompts,
     edit_distance,
     jpeg_compressibility,
@@ -34,6 +33,8 @@ from leangrpo.rewards import (
     ocr_log_prob,
     wanted_text,
 )
+from leangrpo.scoring import Scorer
+from leangrpo.settings import Scoring
 
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
 COLOURS = ("red", "green", "blue", "orange", "purple", "black", "brown", "teal")
@@ -273,7 +274,7 @@ def test_an_unknown_name_suggests_one() -> None:
     assert str(caught.value) == (
         "`rewards` is 'ocr_logprob': no reward has this name. Did you mean `ocr_log_prob`? "
         "Names: `ocr`, `ocr_log_prob`, `ocr_exact`, `jpeg_compressibility`, "
-        "`jpeg_incompressibility`, or your own as module:function."
+        "`jpeg_incompressibility`, your own as module:function, or a server's URL."
     )
     with pytest.raises(LeanError, match=r"no reward has this name\. Names: "):
         load_reward("zzz")
@@ -412,7 +413,7 @@ def test_a_reward_that_raises_is_named() -> None:
     with Scorer([(broken, 1.0)]) as scorer, pytest.raises(RewardError) as caught:
         scorer(blank(1), ["a"])
     assert str(caught.value) == (
-        "reward `broken` raised KeyError: 'weights' (test_rewards.py, line 410)"
+        "reward `broken` raised KeyError: 'weights' (test_rewards.py, line 411)"
     )
     assert isinstance(caught.value.__cause__, KeyError)
     with Scorer([("ocr", 1.0)]) as scorer:
@@ -483,7 +484,7 @@ def test_scoring_overlaps() -> None:
         return [0.0]
 
     start = time.perf_counter()
-    with Scorer([(slow, 1.0)], num_workers=4) as scorer:
+    with Scorer([(slow, 1.0)], scoring=Scoring(workers=4)) as scorer:
         futures = [scorer.submit(blank(1), ["a"]) for _ in range(4)]
         assert time.perf_counter() - start < 0.15
         assert not futures[0].done()
@@ -542,7 +543,6 @@ def test_a_closed_scorer_takes_no_more() -> None:
         (lambda: Scorer([("jpeg_compressibility", 1.0)] * 2), "it is listed twice"),
         (lambda: Scorer([(constant, float("nan"))]), "weight of `constant` must be finite"),
         (lambda: Scorer([(constant, 1.0)], on_bad="skip"), "must be stop or exclude"),
-        (lambda: Scorer([(constant, 1.0)], num_workers=0), "must be 1 or more"),
         (lambda: Scorer([(constant, 1.0)])(blank(2), ["a"]), r"shape \(2, 3, 8, 8\), 1 prompts"),
         (lambda: Scorer([(constant, 1.0)])(blank(2)[0], ["a"] * 3), r"\(B, C, H, W\)"),
         (lambda: Scorer([(constant, 1.0)])(blank(1).byte(), ["a"]), r"torch\.uint8: floats"),

@@ -17,6 +17,7 @@ from .complaints import did_you_mean
 from .config import EMBEDDED_PIPELINES, Config, load_object, read_text
 from .datasets import read_examples
 from .errors import LeanError, problem
+from .remote import check_url, is_url
 from .settings import Reward
 
 # Names only; `rewards` has the functions, and a test holds the two together.
@@ -66,6 +67,7 @@ def check(config: Config, *, resume: bool = False, files: bool = True) -> None:
         _check_parallel,
         _check_model,
         _check_rewards,
+        _check_scoring,
     )
     problems = [p for group in groups for p in group(config)]
     problems += _check_files(config, resume) if files else ()
@@ -377,12 +379,24 @@ def _check_rewards(config: Config) -> Iterator[LeanError]:
 def _check_reward(setting: str, reward: Reward) -> Iterator[LeanError]:
     if ":" in reward.name:
         try:
-            load_object(setting, reward.name)
+            (check_url if is_url(reward.name) else load_object)(setting, reward.name)
         except LeanError as error:
             yield error
     elif reward.name not in REWARDS:
         remedy = did_you_mean(reward.name, REWARDS) or f"Names: {', '.join(REWARDS)}."
         yield problem(setting, reward.name, "no reward has this name", remedy)
+
+
+def _check_scoring(config: Config) -> Iterator[LeanError]:
+    c = config.scoring
+    if c.timeout is None or int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return
+    pauses = sum(map(c.pause, range(1, min(c.retries, 10_000) + 1)))
+    longest = c.timeout * (c.retries + 1) + pauses
+    if longest > config.parallel.timeout:
+        rule = f"a reward may take {longest:g} s with its retries, and other ranks wait for it"
+        remedy = "Take more, or lower scoring.timeout or scoring.retries."
+        yield problem("parallel.timeout", config.parallel.timeout, rule, remedy)
 
 
 def _check_files(config: Config, resume: bool) -> Iterator[LeanError]:

@@ -331,6 +331,32 @@ def check_model(
         raise typer.Exit(1)
 
 
+@app.command("serve-reward")
+def serve_reward(
+    name: Annotated[str, typer.Argument(help="A reward's name, or your own as module:function.")],
+    host: Annotated[str, typer.Option(help="The address it listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LEANGRPO_TOKEN",
+            help="What a trainer has to show; a must for an address other machines reach.",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Calls at the same time.")] = 1,
+) -> None:
+    """Serve a reward over HTTP, for trainers that name it by its URL.
+
+    Example: leangrpo serve-reward my_rewards:Model --port 8000; then
+    leangrpo train 'rewards=[{name: "http://127.0.0.1:8000"}]'
+    """
+    only_alone("serve-reward")
+    from .serve import serve
+
+    serve(name, host, port, token=token, workers=workers)
+
+
 @recipes.callback()
 def _recipes(context: typer.Context, json_file: JsonFile = None) -> None:
     """List the recipes that come along."""

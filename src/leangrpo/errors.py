@@ -15,6 +15,10 @@ class RewardError(LeanError):
     """A reward raised, or returned something that is no list of finite scores."""
 
 
+class UnavailableError(RewardError):
+    """A reward gave no answer, and another try may: it hung, it died, a connection failed."""
+
+
 def problem(setting: str, value: object, allowed: str, remedy: str = "") -> LeanError:
     """Build the one form all complaints about a setting have.
 

@@ -14,7 +14,7 @@ from .data import SampleKey
 from .datasets import Example
 from .parallel import World
 from .policy import Policy
-from .rewards import Scorer
+from .scoring import Scorer
 
 EXACT = "ocr_exact"
 """The reward whose mean is reported as `exact`: the share of pictures that are right."""

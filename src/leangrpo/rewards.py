@@ -1,11 +1,11 @@
-"""Rewards: callables from pictures and prompts to scores, and the threads that run them.
+"""Rewards: callables from pictures and prompts to scores; the built-in ones, and how one is called.
 
     reward(images, prompts, metadata) -> scores
 
 `images` is a float32 CPU tensor `(B, C, H, W)` in [0, 1] (a video: `(B, F, C, H, W)`), `prompts` a
 list of B strings, `metadata` a list of B dictionaries; `scores` is anything that makes a float
 tensor `(B,)`: a list, an array, a tensor. The contract is ddpo-pytorch's without its second return
-value. `Scorer` runs several of them in the background and checks every word they say.
+value. `scoring.Scorer` runs several of them in the background.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from __future__ import annotations
 import inspect
 import io
 import re
-import time
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from difflib import get_close_matches
-from math import isfinite
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, TypeAlias
+from urllib.error import HTTPError
 
 import numpy as np
 import torch
@@ -31,8 +28,9 @@ from PIL import Image
 from torch import Tensor
 
 from .config import load_object
-from .errors import LeanError, RewardError, problem
+from .errors import LeanError, RewardError, UnavailableError, problem
 from .ocr import Reading, model_file, recogniser, rgb
+from .remote import RemoteReward, is_url
 
 Metadata: TypeAlias = dict[str, Any]
 Reward: TypeAlias = Callable[[Tensor, list[str], list[Metadata]], Any]
@@ -61,10 +59,20 @@ def wanted_text(prompt: str, metadata: Metadata | None = None) -> str:
     )
 
 
-# What was read during one call of a Scorer, so that the `ocr` rewards share one pass. It dies with
-# the call, and holds the pictures, so that an id cannot come to mean another tensor.
-_Readings: TypeAlias = dict[int, tuple[Tensor, list[Reading]]]
-_readings: ContextVar[_Readings | None] = ContextVar("readings", default=None)
+Readings: TypeAlias = dict[int, tuple[Tensor, list[Reading]]]
+"""What was read in some pictures, by their id; it holds them, so that the id stays theirs."""
+
+_readings: ContextVar[Readings | None] = ContextVar("readings", default=None)
+
+
+@contextmanager
+def sharing(readings: Readings) -> Iterator[None]:
+    """Let the `ocr` rewards called inside share one pass over the same pictures."""
+    token = _readings.set(readings)
+    try:
+        yield
+    finally:
+        _readings.reset(token)
 
 
 def _read(images: Tensor, prompts: list[str], metadata: list[Metadata]) -> list[list[Reading]]:
@@ -177,20 +185,23 @@ REWARDS: dict[str, Reward] = {
 }
 
 
-def load_reward(name: str) -> Reward:
-    """A built-in reward by its name, or your own as `module:function`.
+def load_reward(name: str, timeout: float | None = None) -> Reward:
+    """A built-in reward by its name, your own as `module:function`, or a server's as its URL.
 
     A class (`module:Class`) is made into its instance, once, without arguments: the place for a
-    model of your own. Raises LeanError for an unknown name, a package that is missing, a module
-    that cannot be imported, or a thing that cannot be called with three arguments.
+    model of your own. A call gives up on a server that is silent for `timeout` seconds. Raises
+    LeanError for an unknown name, a package that is missing, a module that cannot be imported, a
+    thing that cannot be called with three arguments, or a URL that no server can have.
     """
+    if is_url(name):
+        return RemoteReward(name, timeout)
     if ":" in name:
         return _own_reward(name)
     if name not in REWARDS:
         close = get_close_matches(name, REWARDS, n=1)
         remedy = f"Did you mean `{close[0]}`? " if close else ""
         names = ", ".join(f"`{n}`" for n in REWARDS)
-        remedy += f"Names: {names}, or your own as module:function."
+        remedy += f"Names: {names}, your own as module:function, or a server's URL."
         raise problem("rewards", name, "no reward has this name", remedy)
     if name.startswith("ocr"):
         model_file()  # a missing package is said now, not after the first rollout
@@ -239,176 +250,56 @@ def check_prompts(
             raise RewardError(f"reward `{reading}`, prompt {prompt!r}: {error}") from None
 
 
-# -- running them ----------------------------------------------------------------------------------
+# -- calling one -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What B samples scored.
+def call_reward(
+    name: str, reward: Reward, images: Tensor, prompts: list[str], metadata: list[Metadata]
+) -> Tensor:
+    """One reward's scores of B samples, `(B,)` float64 on the CPU; they may be NaN or infinite.
 
-    `total` is the weighted sum `(B,)` float64, `each` the unweighted scores of every reward
-    `(B,)` float64, NaN where a sample is left out; `excluded` counts the NaN of `total`;
-    `seconds` is the time the rewards took, in their thread.
+    Raises RewardError if it raises, edits the images or returns anything but B numbers, and of
+    that UnavailableError where another try may succeed: a connection failed, a server is busy.
     """
-
-    total: Tensor
-    each: dict[str, Tensor]
-    seconds: float
-    excluded: int
-
-
-class Scorer:
-    """Runs weighted rewards in threads of its own, so that scoring overlaps sampling.
-
-    `rewards` are (name or callable, weight); a weight of 0 measures without adding. With more than
-    one worker a reward may be called from several threads at once. `on_bad` says what a NaN or
-    infinite score, or a picture that holds one, does: "stop" raises RewardError, "exclude" makes
-    the sample NaN. Such a picture is never given to a reward: in 8 bits it would be black or white
-    and score like any other (cf. diffusers#9096).
-    """
-
-    def __init__(
-        self,
-        rewards: Sequence[tuple[str | Reward, float]],
-        *,
-        on_bad: Literal["stop", "exclude"] = "stop",
-        num_workers: int = 1,
-    ) -> None:
-        if on_bad not in ("stop", "exclude"):
-            raise problem("on_bad_reward", on_bad, "it must be stop or exclude")
-        if num_workers < 1:
-            raise problem("num_workers", num_workers, "it must be 1 or more")
-        self._rewards: dict[str, tuple[Reward, float]] = {}
-        for reward, weight in rewards:
-            name = reward if isinstance(reward, str) else _name(reward)
-            if name in self._rewards:
-                raise problem("rewards", name, "it is listed twice")
-            if not isfinite(weight):
-                raise problem("rewards", weight, f"the weight of `{name}` must be finite")
-            loaded = load_reward(reward) if isinstance(reward, str) else reward
-            self._rewards[name] = (loaded, float(weight))
-        self.on_bad = on_bad
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the rewards, in the order they were given."""
-        return tuple(self._rewards)
-
-    def submit(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata] | None = None
-    ) -> Future[Scores]:
-        """Start scoring B samples and return at once; the future gives Scores or RewardError.
-
-        `images` `(B, C, H, W)` or `(B, F, C, H, W)` of any float dtype and device: they are copied
-        to a float32 CPU tensor here, unless they are one. Do not change them until it is done.
-        """
-        about = [{} for _ in prompts] if metadata is None else list(metadata)
-        if not images.is_floating_point():
-            raise LeanError(f"images are {images.dtype}: floats in [0, 1] are needed.")
-        if images.ndim not in (4, 5) or not len(images) == len(prompts) == len(about):
-            raise LeanError(
-                f"images of shape {tuple(images.shape)}, {len(prompts)} prompts and {len(about)} "
-                "metadata cannot be scored: (B, C, H, W) or (B, F, C, H, W) images, B prompts and "
-                "B metadata are needed."
-            )
-        pictures = images.detach().to(device="cpu", dtype=torch.float32)
-        return self._pool.submit(self._score, pictures, list(prompts), about)
-
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata] | None = None
-    ) -> Scores:
-        """Score and wait."""
-        return self.submit(images, prompts, metadata).result()
-
-    def close(self) -> None:
-        """End the threads: what is being scored is finished, what waits is cancelled."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Scores:
-        start = time.perf_counter()
-        whole = images.isfinite().flatten(1).all(1)
-        if self.on_bad == "stop":
-            _refuse(~whole, prompts, "the sampled pictures hold NaN or infinite values")
-        elif not whole.all():
-            kept = whole.nonzero().flatten().tolist()
-            images = images[whole]
-            prompts = [prompts[i] for i in kept]
-            metadata = [metadata[i] for i in kept]
-
-        total = torch.zeros(len(whole), dtype=torch.float64)
-        total[~whole] = torch.nan
-        each = {}
-        token = _readings.set({})
-        try:
-            for name, (reward, weight) in self._rewards.items():
-                scores = torch.full((len(whole),), torch.nan, dtype=torch.float64)
-                if prompts:
-                    scores[whole] = self._one(name, reward, images, prompts, metadata)
-                each[name] = scores
-                if weight:
-                    total += weight * scores
-        finally:
-            _readings.reset(token)
-        seconds = time.perf_counter() - start
-        return Scores(total, each, seconds, excluded=int(total.isnan().sum()))
-
-    def _one(
-        self,
-        name: str,
-        reward: Reward,
-        images: Tensor,
-        prompts: list[str],
-        metadata: list[Metadata],
-    ) -> Tensor:
-        """One reward's checked scores `(B,)`, float64 on the CPU; NaN for each bad one."""
-        # Tensors made in inference mode count no versions.
-        version = None if images.is_inference() else images._version
-        try:
-            with torch.no_grad():  # a flag of this thread; the sampler's own stays as it is
-                returned = reward(images, list(prompts), list(metadata))
-        except LeanError as error:
-            raise RewardError(f"reward `{name}`: {error}") from error
-        except (Exception, SystemExit) as error:
-            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(at.filename).name}, line {at.lineno}"
-            raise RewardError(f"reward `{name}` raised {said} ({place})") from error
-        if version is not None and images._version != version:
-            raise RewardError(
-                f"reward `{name}` changed the images in place, and other rewards and the sample "
-                "grid see them too. Work on a copy: images = images.clone()."
-            )
-        scores = _as_scores(name, returned, len(prompts))
-        bad = ~scores.isfinite()
-        if self.on_bad == "stop":
-            _refuse(bad, prompts, f"reward `{name}` gave NaN or infinite scores")
-        return scores.masked_fill(bad, torch.nan)
-
-
-def _name(reward: Reward) -> str:
-    return str(getattr(reward, "__name__", type(reward).__name__))
-
-
-def _refuse(bad: Tensor, prompts: list[str], what: str) -> None:
-    """Raise RewardError if any of `bad` `(B,)` is true."""
-    if bad.any():
-        first = prompts[int(bad.nonzero()[0])]
+    # Tensors made in inference mode count no versions.
+    version = None if images.is_inference() else images._version
+    try:
+        with torch.no_grad():  # a flag of this thread; the sampler's own stays as it is
+            returned = reward(images, list(prompts), list(metadata))
+    except UnavailableError:
+        raise
+    except LeanError as error:
+        raise RewardError(f"reward `{name}`: {error}") from error
+    except BaseException as error:  # in a thread of its own even an interrupt is only a failure
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if _may_pass(error):
+            raise UnavailableError(said) from error
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(at.filename).name}, line {at.lineno}"
+        raise RewardError(f"reward `{name}` raised {said} ({place})") from error
+    if version is not None and images._version != version:
         raise RewardError(
-            f"{what}: {int(bad.sum())} of {len(prompts)}, the first for the prompt {first!r}. "
-            "Setting on_bad_reward to exclude leaves such samples out."
+            f"reward `{name}` changed the images in place, and other rewards and the sample "
+            "grid see them too. Work on a copy: images = images.clone()."
         )
+    return _as_scores(name, returned, len(prompts))
+
+
+# OSErrors that say something of this machine's files rather than of a connection.
+_OF_FILES = (
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether an error may be gone at the next try: one of a connection, or of a busy server."""
+    if isinstance(error, HTTPError):
+        return error.code == 429 or error.code >= 500
+    return isinstance(error, OSError) and not isinstance(error, _OF_FILES)
 
 
 def _as_scores(name: str, returned: object, count: int) -> Tensor:

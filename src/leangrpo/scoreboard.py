@@ -10,7 +10,7 @@ from torch import Tensor
 from .data import SampleKey
 from .layout import Layout
 from .parallel import World
-from .rewards import Scores
+from .scoring import Scores
 
 
 class Scoreboard:

@@ -240,7 +240,10 @@ class Scoring(Settings):
         False, description="in processes of their own instead of threads, for rewards in Python"
     )
     timeout: Float | None = Field(
-        None, gt=0, description="seconds a call may take before it counts as failed; null = any"
+        None,
+        gt=0,
+        le=1e6,
+        description="seconds a call may take before it counts as failed; null = any",
     )
     retries: Int = Field(
         3, ge=0, description="further tries after a timeout or a failed connection"
@@ -248,6 +251,10 @@ class Scoring(Settings):
     backoff: Float = Field(
         1.0, ge=0, description="seconds before the first further try; twice as many before the next"
     )
+
+    def pause(self, tries: int) -> float:
+        """Seconds to wait after so many failed tries; five minutes at most."""
+        return min(self.backoff * 2.0 ** min(tries - 1, 60), 300.0)
 
 
 class Optimizer(Settings):
@@ -275,7 +282,9 @@ class Ema(Settings):
 class Reward(Settings):
     """One reward and its weight."""
 
-    name: str = Field(min_length=1, description="a reward's name, or your own as module:function")
+    name: str = Field(
+        min_length=1, description="a reward's name, your own as module:function, or a server's URL"
+    )
     weight: Float = Field(1.0, description="its weight in the sum that is trained on")
 
 

@@ -16,6 +16,7 @@ from .collectives import Collectives
 from .components import denoisers
 from .config import Config, config_hash, differences, load_config, to_yaml
 from .credit import Credit, step_weights
+from .crew import Crew
 from .datasets import Example, digest, read_examples
 from .ema import Ema
 from .errors import LeanError, problem
@@ -27,10 +28,10 @@ from .parallel import World, join, make_gradients, shard_denoiser
 from .pipeline import Sampling
 from .policy import Policy
 from .report import Onlooker, RunRecord
-from .rewards import Scorer
 from .reweight import Reweight
 from .runfolder import run_folder
 from .schedules import Native, Retain, Schedule
+from .scoring import Scorer
 from .selection import Selection, select
 from .solver import Flash, num_steps
 from .stopwatch import Stopwatch
@@ -373,12 +374,16 @@ def make_schedule(
 
 
 def make_scorers(config: Config) -> tuple[Scorer, Scorer]:
-    """The training rewards, and the same with the evaluation-only ones at weight 0."""
+    """The training rewards, and the same with the evaluation-only ones at weight 0.
+
+    They share their workers, so that a reward is loaded once in each.
+    """
     trained = [(r.name, r.weight) for r in config.rewards]
     names = {name for name, _ in trained}
     extra = [(r.name, 0.0) for r in config.evaluation.rewards if r.name not in names]
-    on_bad = config.on_bad_reward
-    return Scorer(trained, on_bad=on_bad), Scorer([*trained, *extra], on_bad="exclude")
+    crew = Crew([name for name, _ in (*trained, *extra)], config.scoring)
+    judge = Scorer([*trained, *extra], on_bad="exclude", crew=crew)
+    return Scorer(trained, on_bad=config.on_bad_reward, crew=crew), judge
 
 
 def pick_device(name: str) -> torch.device:
