@@ -79,6 +79,7 @@ class ProcessWorker:
             self._process.join(GRACE_S)
         if self._process.is_alive():
             self._process.kill()
+            self._process.join(GRACE_S)  # or it stays in the system's table
 
     def _answer(self, timeout: float | None) -> dict[str, Any]:
         """The next answer; raises the error it tells of."""
