@@ -118,8 +118,8 @@ class RemoteReward:
         try:
             with suppress(BrokenPipeError):  # what refuses a long body may have answered already
                 connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            answer = response.read(limit + 1)
+            with connection.getresponse() as response:
+                answer = response.read(limit + 1)
         except (OSError, IncompleteRead) as error:
             raise UnavailableError(f"{type(error).__name__}: {error}") from error
         except HTTPException as error:
@@ -128,6 +128,8 @@ class RemoteReward:
             connection.close()
         if len(answer) > limit:
             raise RewardError(f"the server's answer is longer than {limit} bytes.")
+        if response.length:  # what is left of its Content-Length: `read` says nothing of it
+            raise UnavailableError("the server's answer broke off")
         return response.status, answer
 
 
