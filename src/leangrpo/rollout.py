@@ -15,8 +15,8 @@ from .data import SampleKey, Transition
 from .layout import Slot
 from .noise import generator
 from .policy import Prefix
-from .rewards import Scores
 from .scoreboard import Scoreboard
+from .scoring import Scores
 from .setup import Setup
 
 T = TypeVar("T")
