@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from .checks import check_capture
 from .collectives import Collectives
 from .config import Config
 from .data import SampleKey, Transition
@@ -165,12 +166,15 @@ def _variant(config: Config, name: str) -> Config:
     if sync not in ("step", "group", "update") or layout not in ([], ["classic"], ["shared"]):
         rule = "after the schedule come step, group or update, and then classic or shared"
         raise problem("--schedules", name, rule, "For example native:step:classic.")
-    return config.model_copy(
+    varied = config.model_copy(
         update={
             "schedule": schedule,
             "parallel": config.parallel.model_copy(update=parallel),
         }
     )
+    for refusal in check_capture(varied):
+        raise refusal
+    return varied
 
 
 def _make(config: Config, job: Bench) -> Variant:

@@ -175,6 +175,7 @@ def _check_rollout(config: Config) -> Iterator[LeanError]:
         rule = "schedule reweight cannot split the gradient of a checkpointed block by sample"
         remedy = "Set it to 1, or model.activation_checkpointing to false, or use retain."
         yield problem("rollout.micro_batch", micro, rule, remedy)
+    yield from check_capture(config)
     if num >= 2 and num % micro:
         below, above = num - num % micro, num + micro - num % micro
         near = f"{below} or {above}" if below else f"{above}"
@@ -184,6 +185,15 @@ def _check_rollout(config: Config) -> Iterator[LeanError]:
     if config.rollout.prompts % config.rollout.parts:
         rule = f"it must be a multiple of rollout.parts, which is {config.rollout.parts}"
         yield problem("rollout.prompts", config.rollout.prompts, rule)
+
+
+def check_capture(config: Config) -> Iterator[LeanError]:
+    """Reweight in micro-batches reaches into the layers, which a compiled block has not."""
+    micro = config.rollout.micro_batch
+    if config.model.compile and config.schedule in ("reweight", "streaming") and micro > 1:
+        rule = f"schedule {config.schedule} cannot split the gradient of a compiled block by sample"
+        remedy = "Set it to 1, or model.compile to false, or use retain."
+        yield problem("rollout.micro_batch", micro, rule, remedy)
 
 
 def _check_prefix(config: Config) -> Iterator[LeanError]:

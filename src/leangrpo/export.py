@@ -34,7 +34,9 @@ def export_run(
     target = Path(os.path.realpath(out))  # what a link leads to: a folder can be put in its place
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise LeanError(f"{out} is not empty. Export into a new folder.")
-    policy, at = load_run(config, run, update, ema)
+    # nothing is sampled that would repay a compilation
+    model = config.model.model_copy(update={"compile": False})
+    policy, at = load_run(config.model_copy(update={"model": model}), run, update, ema)
     policy.detach()
     lora = any(map(is_lora, policy.denoisers))
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .capture import Capture
+from .compiling import detached, release_blocks
 from .components import StandIn, denoisers
 from .data import Rollout, SampleKey, Transition
 from .errors import LeanError, problem
@@ -107,13 +108,13 @@ class Policy:
         self._shapes: dict[Any, Any] = {}
         self._reference = dict(reference) if reference else None
         self.dtype = dtype
+        self.compiled = False  # see `compiling.compile_blocks`
         self._freeze_the_rest()
         self.denoisers = [getattr(pipe, name) for name in self.names]
         self.guard = Guard(self.denoisers)
         self._hooks = []
-        networks = list(zip(self.names, self.denoisers, strict=True))
-        networks += [(f"reference {n}", m) for n, m in (self._reference or {}).items()]
-        for name, module in networks:
+        named = [*self.names, *(f"reference {n}" for n in self._reference or ())]
+        for name, module in zip(named, self.networks, strict=True):
             module.eval()  # dropout off; nothing else in a denoiser depends on the mode
             hook = DenoiserHook(self, name, module)
             self._hooks.append(
@@ -129,6 +130,7 @@ class Policy:
 
     def detach(self) -> None:
         """Give the pipeline back as it was: its scheduler, its encoder and decoder, no hooks."""
+        release_blocks(self)
         self.pipe.scheduler = self.original_scheduler
         for hook in self._hooks:
             hook.remove()
@@ -147,6 +149,11 @@ class Policy:
     def version(self) -> int:
         """Counts the changes of the weights; see `guard`."""
         return self.guard.version
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The denoisers, and the frozen ones of the reference policy."""
+        return [*self.denoisers, *(self._reference or {}).values()]
 
     def trained(self) -> dict[str, nn.Module]:
         """The denoisers of which something is trained, by component name."""
@@ -225,15 +232,16 @@ class Policy:
                 "take part in a backward. Use torch.no_grad(), or nothing: it is not needed."
             )
         taken: list[Transition] = []
+        deliver = on_transition or taken.append
         tape = Tape(
             keys=tuple(keys),
             prompts=tuple(prompts),
             seed=self.seed,
             selected=frozenset(selected),
             noisy=frozenset(noisy),
-            grad=grad and bool(selected),
+            grad=(grad or self.compiled) and bool(selected),
             version=self.version,
-            sink=on_transition or taken.append,
+            sink=deliver if grad else lambda t: deliver(detached(t)),
             last_step=lambda: self.watch.switch("decode"),
             capture=capture if grad and len(keys) > 1 else None,
             begin=plan.begin,

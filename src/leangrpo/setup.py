@@ -13,6 +13,7 @@ import torch
 from . import checkpoint
 from .checks import check
 from .collectives import Collectives
+from .compiling import compile_blocks, require_compiler
 from .components import denoisers
 from .config import Config, config_hash, differences, load_config, to_yaml
 from .credit import Credit, step_weights
@@ -308,6 +309,8 @@ def make_policy(
 ) -> Policy:
     """Load the pipeline, choose what is trained, shard it, make it stochastic."""
     m, k = config.model, config.kernel
+    if m.compile:
+        require_compiler(device)
     compute = getattr(torch, m.dtype) if m.has_master else None
     sharded = world is not None and world.mesh is not None and (world.shards > 1 or bool(compute))
     pipe = load_pipeline(
@@ -329,7 +332,7 @@ def make_policy(
     place(pipe, device, offload=m.offload)
     for module in (reference or {}).values():
         module.to(device)
-    return Policy(
+    policy = Policy(
         pipe,
         sampling,
         reference=reference,
@@ -342,6 +345,9 @@ def make_policy(
         seed=config.seed,
         watch=watch,
     )
+    if m.compile:
+        compile_blocks(policy, graphs_used_twice=config.objective.kl > 0)
+    return policy
 
 
 def make_schedule(
