@@ -308,12 +308,6 @@ def test_unreadable_sources(tmp_path: Path) -> None:
             "is 3. Nearest: 3 generations, or a micro-batch of 2.",
         ),
         (
-            "rollout.micro_batch=2 model.activation_checkpointing=true",
-            "`rollout.micro_batch` is 2: schedule reweight cannot split the gradient of a "
-            "checkpointed block by sample. Set it to 1, or model.activation_checkpointing to "
-            "false, or use retain.",
-        ),
-        (
             "selection.rule=list",
             "`selection.steps` is None: rule list needs at least one step.",
         ),

@@ -171,10 +171,6 @@ def _check_rollout(config: Config) -> Iterator[LeanError]:
         rule = "a group of one has no baseline to be compared with"
         remedy = "Take 2 or more, or another advantage.baseline."
         yield problem("rollout.generations", num, rule, remedy)
-    if config.schedule == "reweight" and micro != 1 and config.model.activation_checkpointing:
-        rule = "schedule reweight cannot split the gradient of a checkpointed block by sample"
-        remedy = "Set it to 1, or model.activation_checkpointing to false, or use retain."
-        yield problem("rollout.micro_batch", micro, rule, remedy)
     yield from check_capture(config)
     if num >= 2 and num % micro:
         below, above = num - num % micro, num + micro - num % micro

@@ -6,16 +6,16 @@ All selected steps of trajectory i share A_i, so the sum over its steps is all t
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .capture import Factors, fold
 from .gradients import Gradient
+from .samples import Samples, num_bytes
 
-Batch = tuple[tuple[Hashable, ...], list[Factors]]
-"""A step of trajectories that were sampled together, and their gradients in factors."""
+Batch = tuple[tuple[Hashable, ...], Samples]
+"""Trajectories that were sampled together, and the gradient of each."""
 
 
 class Ledger:
@@ -38,11 +38,11 @@ class Ledger:
         self.parameters, self.dtype, self.host = parameters, dtype, host
         self.total: Gradient = [None] * len(parameters)
         self.waiting: dict[Hashable, Gradient] = {}
-        self.batches: list[Batch] = []
+        self.batches: dict[tuple[Hashable, ...], Samples] = {}
         self.peak_bytes = 0
         self._last: Hashable = None
         self._due: list[tuple[Gradient, float]] = []
-        self._due_factors: dict[tuple[int, int], list[tuple[Factors, Tensor]]] = {}
+        self._due_samples: list[tuple[Samples, Tensor]] = []
 
     def reopen(self, key: Hashable) -> Gradient:
         """Take a trajectory's gradient back, for backward to go on with."""
@@ -50,9 +50,8 @@ class Ledger:
 
     def hold(self, key: Hashable, gradient: Gradient) -> None:
         """Keep a trajectory's gradient until its advantage is known."""
-        if self._last != key and self._last in self.waiting:
-            self.waiting[self._last] = [self._stow(g) for g in self.waiting[self._last]]
-        self.waiting[key], self._last = gradient, key
+        self._turn_to(key)
+        self.waiting[key] = gradient
 
     def join(self, key: Hashable, gradient: Gradient) -> None:
         """Add to what a trajectory has; takes the tensors over."""
@@ -62,9 +61,10 @@ class Ledger:
             kept[i] = g if before is None else before if g is None else before.add_(g)
         self.hold(key, kept)
 
-    def hold_batch(self, keys: tuple[Hashable, ...], factors: list[Factors]) -> None:
-        """Keep a step of a batch of trajectories, its gradients in factors."""
-        self.batches.append((keys, factors))
+    def batch(self, keys: tuple[Hashable, ...]) -> Samples:
+        """The gradients of trajectories that are sampled together, for a step to be added to."""
+        self._turn_to(keys)
+        return self.batches.setdefault(keys, Samples(len(keys)))
 
     def measure(self, beside: int = 0) -> None:
         """Note how much is held now; called when most is, before gradients are folded.
@@ -81,24 +81,15 @@ class Ledger:
 
     def fold_batches(self, known: Mapping[Hashable, float], scale: float) -> None:
         """total += sum of scale * known[key] * gradient over the batches that are all known."""
-        later = []
-        for keys, factors in self.batches:
-            if all(key in known for key in keys):
-                c = torch.tensor([known[key] * scale for key in keys], dtype=torch.float64)
-                if c.any():
-                    self.add_factors((one, c) for one in factors)
-            else:
-                later.append((keys, factors))
-        self.batches = later
+        for keys, samples in self.take_batches(known):
+            c = torch.tensor([known[key] * scale for key in keys], dtype=torch.float64)
+            if c.any():
+                self._due_samples.append((samples, c))
 
     def take_batches(self, known: Container[Hashable]) -> list[Batch]:
         """The batches of which all trajectories are `known`, which the ledger forgets."""
-        taken: list[Batch] = []
-        later: list[Batch] = []
-        for batch in self.batches:
-            (taken if all(key in known for key in batch[0]) else later).append(batch)
-        self.batches = later
-        return taken
+        every = [keys for keys in self.batches if all(key in known for key in keys)]
+        return [(keys, self.batches.pop(keys)) for keys in every]
 
     def add(self, gradient: Gradient, coefficient: float = 1.0) -> None:
         """total += coefficient * gradient, when next needed; takes the tensors over."""
@@ -110,10 +101,9 @@ class Ledger:
             if g is not None:
                 self._sum(i).add_(g, alpha=coefficient)
 
-    def add_factors(self, some: Iterable[tuple[Factors, Tensor]]) -> None:
-        """total += sum_b c_b * gradient of sample b, for factors with their `(B,)` coefficients."""
-        for factors, c in some:
-            self._due_factors.setdefault((factors.weight, factors.bias), []).append((factors, c))
+    def add_samples(self, samples: Samples, coefficients: Tensor) -> None:
+        """total += sum_b c_b * gradient of sample b, now; the samples stay their owner's."""
+        samples.fold(coefficients, self._sum)
 
     def settle(self, indices: Sequence[int] | None = None) -> None:
         """Make the corrections that are due, of all parameters or of those at `indices`."""
@@ -135,11 +125,12 @@ class Ledger:
                     new.append(g.to(total.device))
             if old:
                 torch._foreach_add_(old, new, alpha=coefficient)
-        wanted = set(some)
-        for at in [at for at in self._due_factors if wanted.intersection(at)]:
-            fold(self._due_factors.pop(at), *(self._sum(i) if i >= 0 else None for i in at))
+        for samples, c in self._due_samples:
+            for layer in samples.fold(c, self._sum, indices):
+                del samples.kept[layer]
         if indices is None:
             self._due.clear()
+            self._due_samples.clear()
 
     def part(self, indices: Sequence[int]) -> Gradient:
         """The corrected sums at `indices`, which the ledger forgets."""
@@ -154,10 +145,9 @@ class Ledger:
         found = [total is not None for total in self.total]
         for gradient, _ in self._due:
             found = [was or g is not None for was, g in zip(found, gradient, strict=True)]
-        for at in self._due_factors:
-            for i in at:
-                if i >= 0:
-                    found[i] = True
+        for samples, _ in self._due_samples:
+            for i in (i for layer in samples.kept for i in layer.at):
+                found[i] = True
         return found
 
     def _sum(self, i: int) -> Tensor:
@@ -165,15 +155,21 @@ class Ledger:
         total = self.total[i]
         if total is None:
             p = self.parameters[i]
-            total = self.total[i] = torch.zeros(
-                p.shape, dtype=sum_dtype(self.parameters[i]), device=p.device
-            )
+            total = self.total[i] = torch.zeros(p.shape, dtype=sum_dtype(p), device=p.device)
         return total
 
-    def _stow(self, g: Tensor | None) -> Tensor | None:
-        if g is None:
-            return None
-        g = g.to(self.dtype or g.dtype)
+    def _turn_to(self, key: Hashable) -> None:
+        """The trajectory, or the batch of them, that was sampled before has to wait now."""
+        last, self._last = self._last, key
+        if last != key and last in self.waiting:
+            self.waiting[last] = [None if g is None else self._stow(g) for g in self.waiting[last]]
+        for keys, samples in self.batches.items():
+            if last != key and last == keys:
+                samples.stow(self._stow)
+
+    def _stow(self, g: Tensor) -> Tensor:
+        if g.is_floating_point():
+            g = g.to(self.dtype or g.dtype)
         if self.host and g.device.type != "cpu":
             pinned = torch.empty(g.shape, dtype=g.dtype, pin_memory=True)
             return pinned.copy_(g)
@@ -183,15 +179,11 @@ class Ledger:
     def num_bytes(self) -> int:
         """Bytes of all gradients held now."""
         lists = [self.total, *self.waiting.values(), *(g for g, _ in self._due)]
-        kept = sum(g.numel() * g.element_size() for one in lists for g in one if g is not None)
-        kept += sum(_num_bytes(factors) for _, factors in self.batches)
-        return kept + sum(_num_bytes(f for f, _ in some) for some in self._due_factors.values())
+        kept = [g for one in lists for g in one if g is not None]
+        batches = [*self.batches.values(), *(samples for samples, _ in self._due_samples)]
+        return num_bytes([*kept, *(t for samples in batches for t in samples.tensors())])
 
 
 def sum_dtype(parameter: Tensor) -> torch.dtype:
     """In which gradients of a parameter are added up: at least float32."""
     return torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype
-
-
-def _num_bytes(factors: Iterable[Factors]) -> int:
-    return sum(t.numel() * t.element_size() for f in factors for t in (f.x, f.g))

@@ -7,11 +7,12 @@ from collections.abc import Hashable, Mapping
 import torch
 from torch import Tensor
 
-from .capture import Capture, Factors
+from .capture import Capture
 from .data import Transition
 from .errors import LeanError
 from .gradients import Gradients
 from .ledger import Ledger
+from .samples import Samples
 from .schedules import Common, Statistics, Target
 from .stopwatch import Stopwatch
 
@@ -22,8 +23,8 @@ class Reweight(Common):
 
     Graphs are freed step by step; what waits is one gradient per trajectory. Equal to native in
     exact arithmetic, not bitwise: the scaling comes after the backward, not before. A batch of
-    several samples has one backward but as many advantages: sampled inside `capture`, its layers
-    keep their gradients in factors until the advantages are known.
+    several samples has one backward but as many advantages: sampled inside `capture`, it
+    leaves a gradient for each of them.
     """
 
     name = "reweight"
@@ -106,31 +107,30 @@ class Reweight(Common):
             ledger.add(self.gradients.take())
 
     def _batch(self, t: Transition, kl_seed: Tensor | None) -> None:
-        """Several samples: their gradients are what `capture` took from the layers."""
+        """Several samples: their gradients are what `capture` takes from the layers."""
+        ledger, step = self._ledger, None
+        if t.weight:
+            step = ledger.batch(t.keys) if t.baseline is None else Samples(len(t.keys))
         seed = torch.full_like(t.log_prob, t.weight)
-        self._run(t, t.log_prob, seed, again=kl_seed is not None)
-        factors = self._captured()
-        if not factors:
+        with self.capture.into(step):
+            self._run(t, t.log_prob, seed, again=kl_seed is not None)
+        self.capture.refuse(self.gradients.take())
+        if not self.capture.seen:
             raise LeanError(
                 f"schedule {self.name!r} got {len(t.keys)} samples in one transition that were not "
                 "sampled inside its `capture`: it needs a gradient per sample. Sample one at a "
                 "time, use `with schedule.capture(rows):` around the network, or schedule 'retain'."
             )
-        if t.weight:
-            self._ledger.hold_batch(t.keys, factors)
-        if t.weight and t.baseline is not None:
+        if step is not None and t.baseline is not None:
             shares = t.baseline.detach().to("cpu", torch.float64) * self._scale
-            self._ledger.add_factors((one, shares) for one in factors)
-        if kl_seed is not None and t.kl is not None:
-            self._run(t, t.kl, kl_seed)
-            ones = torch.ones(len(t.keys), dtype=torch.float64)
-            captured = self._captured()
-            if t.weight:
-                self._ledger.add_factors((one, ones) for one in captured)
-
-    def _captured(self) -> list[Factors]:
-        """The factors of a backward; what autograd summed over the batch is refused."""
-        return self.capture.take(self.gradients.take())
+            ledger.add_samples(step, shares)  # the baseline's share does not wait
+            ledger.batch(t.keys).join(step)
+        if kl_seed is not None and t.kl is not None:  # not scaled by A: one gradient for all
+            together = Samples(1)
+            with self.capture.into(together if t.weight else None):
+                self._run(t, t.kl, kl_seed)
+            self.capture.refuse(self.gradients.take())
+            ledger.add_samples(together, torch.ones(1, dtype=torch.float64))
 
     def advantages(self, advantages: Mapping[Hashable, float]) -> None:
         """Correct and add up the gradients of finished trajectories."""

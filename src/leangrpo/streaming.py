@@ -18,11 +18,11 @@ advantages that are not affine (clipped, or the best of n) are refused.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from .capture import Factors, fold
 from .errors import LeanError
 from .gradients import Gradient
 from .ledger import Batch, sum_dtype
@@ -66,29 +66,23 @@ class Sums:
             _add(self.plain, i, g, 1.0, parameter, owned=True)
 
     def fold_batch(self, rewards: Mapping[Hashable, Tensor], batches: Iterable[Batch]) -> None:
-        """Add the gradients of trajectories that were sampled together, which come in factors.
+        """Add the gradients of trajectories that were sampled together.
 
         Those without `rewards` are left out.
         """
         self._enlist(rewards)
-        layers: dict[tuple[int, int], list[tuple[Factors, tuple[Hashable, ...]]]] = {}
-        for keys, factors in batches:
-            for one in factors:
-                layers.setdefault((one.weight, one.bias), []).append((one, keys))
-        for at, some in layers.items():
+        for keys, samples in batches:
+            known = [key in self.members for key in keys]
             for number, total in enumerate([self.plain, *self.weighted], start=-1):
-                weighed = []
-                for one, keys in some:
-                    c = [
-                        0.0
-                        if key not in self.members
-                        else 1.0
-                        if number < 0
-                        else float(self.members[key][number] - self.mean[number])
-                        for key in keys
-                    ]
-                    weighed.append((one, torch.tensor(c, dtype=torch.float64)))
-                fold(weighed, *(self._sum(total, i) if i >= 0 else None for i in at))
+                c = [
+                    0.0
+                    if not is_known
+                    else 1.0
+                    if number < 0
+                    else float(self.members[key][number] - self.mean[number])
+                    for key, is_known in zip(keys, known, strict=True)
+                ]
+                samples.fold(torch.tensor(c, dtype=torch.float64), partial(self._sum, total))
 
     def _enlist(self, rewards: Mapping[Hashable, Tensor]) -> None:
         """Note rewards, and move the mean that the weighted sums refer to along with them."""
