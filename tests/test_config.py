@@ -485,6 +485,7 @@ def test_refused_by_check(overrides: str, line: str, prompts: list[str]) -> None
         "sampling.flash.ratio=1 selection.rule=list selection.steps=[3,2] "
         "selection.outside=deterministic",
         "rollout.micro_batch=4 schedule=retain",
+        "rollout.micro_batch=4 schedule=reweight model.activation_checkpointing=true",
         "kernel.name=flow_sde_wan kernel.noise_level=null",
         "model.pipeline=someone/some-model.v1",
         "rewards.0.name=os.path:join",

@@ -20,7 +20,6 @@ import tiny
 import torch
 
 from leangrpo.data import SampleKey, Transition
-from leangrpo.errors import LeanError
 from leangrpo.loading import make_trainable
 from leangrpo.oracle import float64_throughout, oracle_gradient
 from leangrpo.policy import Policy, Sampling
@@ -185,24 +184,23 @@ def test_reweight_is_native(name, train, guided, checkpointing, dtype, bound) ->
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("f32", 5e-6), ("f64", 1e-12)])
-@pytest.mark.parametrize(
-    ("name", "train", "guided"),
-    list(itertools.product(BUILD, ("lora",), (False, True))),
-)
-def test_reweight_is_native_in_micro_batches(name, train, guided, dtype, bound) -> None:
-    options = {"guided": guided, "batch": 3}
-    expected = native(name, train, DTYPE[dtype], **options)
+@pytest.mark.parametrize(("name", "train", "guided", "checkpointing"), MATRIX)
+def test_reweight_is_native_in_micro_batches(
+    name, train, guided, checkpointing, dtype, bound
+) -> None:
+    """Three in a forward, against one after the other; the float32 latents differ by rounding."""
+    options = {"guided": guided, "checkpointing": checkpointing}
+    expected = native(name, train, DTYPE[dtype], **options, batch=3)
+    alone = native(name, train, torch.float64, **options)
     with float64_throughout() if dtype == "f64" else nullcontext():
-        reweight = update(Reweight, name, train, DTYPE[dtype], **options)
+        reweight = update(Reweight, name, train, DTYPE[dtype], **options, batch=3)
     assert torch.equal(expected["latents"], reweight["latents"])
     assert relative(reweight["gradient"], expected["gradient"]) <= bound
-
-
-@pytest.mark.parametrize("name", ["sd3", "wan", "sd"])
-def test_a_gradient_that_cannot_be_split_is_refused(name) -> None:
-    """Norms with weights and bare parameters sum over the batch."""
-    with pytest.raises(LeanError, match="cannot be split by sample"):
-        update(Reweight, name, "full", torch.float32, batch=3)
+    if dtype == "f64":
+        assert relative(reweight["gradient"], alone["gradient"]) <= bound
+    assert reweight["calls"] * GENERATIONS == len(alone["transitions"]) * STEPS * (
+        alone["calls"] // (STEPS + len(SELECTED))
+    ) // len(SELECTED)
 
 
 def oracle(
