@@ -1,0 +1,317 @@
+"""Choosing a schedule: what may be run at all, what fits, and which of it is fastest.
+
+What the settings allow is asked of `checks`, so that `auto` never takes what it would refuse by
+hand; what an option needs is asked of `planner`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from .checks import check
+from .config import Config
+from .costs import Costs, Key, Option, Workload
+from .errors import LeanError, problem
+from .layout import Layout
+from .planner import MARGIN, NOISE, LeftOut, Prediction, predict
+from .selection import select
+from .settings import Advantage
+from .solver import Flash, num_steps
+
+MIB = 2**20
+
+SIMPLEST_FIRST = ("retain", "reweight", "streaming", "native")
+"""Among equals: the fewest moving parts, but for native, which runs everything twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A decision: what was `chosen`, what else `fits` (fastest first, the chosen one among them),
+    what does not (`too_large`) and what could not be had at all (`left_out`)."""
+
+    chosen: Prediction
+    fits: tuple[Prediction, ...]
+    too_large: tuple[Prediction, ...]
+    left_out: tuple[LeftOut, ...]
+    limit: int | None
+    reason: str
+
+    def alternatives(self) -> list[Prediction]:
+        """What to go on with when the chosen option runs out of memory after all: the options that
+        fit with less of it, the fastest first."""
+        return [p for p in self.fits if p.peak_bytes < self.chosen.peak_bytes]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole table, for `plan.json`."""
+        return {
+            "chosen": self.chosen.option.name,
+            "settings": self.chosen.option.settings,
+            "reason": self.reason,
+            "limit_bytes": self.limit,
+            "margin": MARGIN,
+            "fits": [p.as_dict() for p in self.fits],
+            "too_large": [p.as_dict() for p in self.too_large],
+            "left_out": [{"name": one.name, "reason": one.reason} for one in self.left_out],
+            "alternatives": [p.option.name for p in self.alternatives()],
+        }
+
+    def table(self) -> Table:
+        """A row for each option: what it takes, and whether it fits."""
+        table = Table(title="Schedules, predicted for an update", title_justify="left")
+        table.add_column("option", no_wrap=True)
+        for column in ("seconds", "peak"):
+            table.add_column(column, justify="right")
+        table.add_column("")
+        for p in (*self.fits, *self.too_large):
+            said = "too large" if p in self.too_large else ""
+            said = "chosen" if p is self.chosen else said
+            table.add_row(p.option.name, f"{p.seconds:.4g}", size(p.peak_bytes), said)
+        for one in self.left_out:
+            table.add_row(one.name, "", "", one.reason)
+        return table
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as people write them: 3.2 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"
+
+
+def workload(
+    config: Config, stds: Sequence[float], layout: Layout, *, shards: int = 1, updates: int = 16
+) -> Workload:
+    """What one rank does in an update; the means over the first `updates` of what is drawn.
+
+    `stds` `(T,)` are those of `Policy.plan`, 0 where a step cannot be trained; `layout` that of a
+    part of an update, whatever its micro-batch.
+    """
+    r, o, a = config.rollout, config.objective, config.advantage
+    flash = config.sampling.flash
+    steps = selected = prefix = 0.0
+    for update in range(updates):
+        one = select(config.selection, list(stds), seed=config.seed, update=update)
+        first = one.stochastic[0] if r.share_prefix and one.stochastic else 0
+        total = len(stds)
+        if flash.ratio is not None:
+            total = num_steps(
+                total, one.stochastic[0], one.stochastic[-1] + 1, Flash(**flash.model_dump())
+            )
+        steps, selected, prefix = steps + total, selected + len(one.selected), prefix + first
+    return Workload(
+        steps=steps / updates,
+        selected=selected / updates,
+        prefix=prefix / updates,
+        held=layout.held,
+        waves=layout.waves,
+        parts=r.parts,
+        epochs=r.epochs,
+        whole=a.std == "global" or a.baseline in ("global", "history"),
+        joint=o.needs_reference or (shards > 1 and config.selection.per != "update"),
+        reference=o.needs_reference,
+        kl_loss=o.kl > 0,
+        baseline=a.baseline == "value",
+        ranks=layout.ranks,
+        shards=shards,
+        workers=config.scoring.workers,
+    )
+
+
+def configured(config: Config, option: Option) -> Config:
+    """The settings under an option: `config` with what `auto` decides filled in."""
+    return config.model_copy(
+        update={
+            "schedule": option.schedule,
+            "rollout": config.rollout.model_copy(
+                update={"micro_batch": option.micro_batch, "ahead": option.ahead}
+            ),
+            "model": config.model.model_copy(
+                update={"activation_checkpointing": option.checkpointing}
+            ),
+            "parallel": config.parallel.model_copy(
+                update={"sync": option.sync}
+                | ({} if option.schedule in ("reweight", "streaming") else NO_LEDGER)
+            ),
+            "memory": config.memory.model_copy(update={"activations": option.activations}),
+        }
+    )
+
+
+NO_LEDGER = {"ledger_dtype": None, "ledger_device": "accelerator"}
+"""What only a ledger reads, where the schedule chosen has none."""
+
+
+def candidates(
+    config: Config, *, ranks: int = 1, held: int | None = None
+) -> tuple[list[Option], list[LeftOut]]:
+    """The options that the settings allow, and the others each with its reason.
+
+    Every schedule with every micro-batch that divides the group and is not more than the `held`
+    generations of a rank, with activation checkpointing and without; on several `ranks` gradients
+    are added once an update or at every backward. `rollout.ahead` is tried at 0 and 1 where the
+    settings leave it open. Retain's budget of activations is not one of many: `choose` takes the
+    largest that fits.
+    """
+    most = held or config.rollout.generations
+    options: list[Option] = []
+    left: dict[str, LeftOut] = {}
+    micro = [m for m in range(1, most + 1) if config.rollout.generations % m == 0]
+    for schedule in ("native", "retain", "reweight", "streaming"):
+        why = _no_stream(config) if schedule == "streaming" else None
+        if why:
+            left[schedule] = LeftOut(schedule, why)
+            continue
+        syncs = ["update", "step"] if ranks > 1 else ["update"]
+        for m in micro:
+            for checkpointing in (False, True):
+                for sync in syncs:
+                    for ahead in _aheads(config, schedule):
+                        one = Option(schedule, m, checkpointing, sync, None, ahead)
+                        try:
+                            check(configured(config, one), files=False)
+                        except LeanError as error:
+                            left.setdefault(str(error), LeftOut(one.name, str(error)))
+                        else:
+                            options.append(one)
+    if ranks > 1:
+        reason = "adds gradients as often as there are groups, and holds as many as sync=update"
+        left["group"] = LeftOut("sync=group", reason)
+    return options, list(left.values())
+
+
+def _aheads(config: Config, schedule: str) -> Iterable[int]:
+    if config.rollout.ahead is not None:
+        return (config.rollout.ahead,)
+    return (0, 1) if schedule == "streaming" else (1,)
+
+
+def _no_stream(config: Config) -> str | None:
+    """Why a group's advantages are no affine function of its rewards, None where they are."""
+    a, num = config.advantage, config.rollout.generations
+    if a.best_of is not None:
+        return "advantage.best_of: which generations are left out is known last"
+    if a.baseline != "prompt" or a.std == "global":
+        return f"advantage.baseline={a.baseline} and std={a.std} need more than the group's rewards"
+    if a.rewards == "each":
+        return "advantage.rewards=each: every reward has a deviation of its own"
+    if a.clip is not None and a.clip < largest_advantage(a, num):
+        most = largest_advantage(a, num)
+        return (
+            f"advantage.clip={a.clip:g} could bind: in a group of {num} an advantage may be as "
+            f"large as {most:.4g}"
+        )
+    return None
+
+
+def largest_advantage(advantage: Advantage, generations: int) -> float:
+    """What |A| cannot exceed in a group of M: sqrt(M - 1), or (M - 1)/sqrt(M) with ddof 1.
+
+    Reached where one reward differs from M - 1 equal ones; without a deviation there is no bound.
+    """
+    if advantage.std != "prompt":
+        return math.inf
+    if advantage.ddof == 1:
+        return (generations - 1) / math.sqrt(generations)
+    return math.sqrt(generations - 1)
+
+
+def choose(
+    workload: Workload,
+    costs: Costs,
+    options: Sequence[Option],
+    *,
+    limit: int | None = None,
+    left_out: Sequence[LeftOut] = (),
+    offload: bool = False,
+) -> Choice:
+    """Predict every option, discard what does not fit and take the fastest.
+
+    `limit`: bytes of the device, of which `MARGIN` stays free; None = no limit. With `offload`
+    retain may keep activations in the host's memory, as many as do not fit. Options within `NOISE`
+    of the fastest count as equal: among them the one with the smallest peak is taken, then the
+    simplest. Raises LeanError where nothing fits.
+    """
+    usable = math.inf if limit is None else limit * (1 - MARGIN)
+    left, fits, too_large = list(left_out), [], []
+    for option in options:
+        key = Key.of(option)
+        if key not in costs.steps:
+            left.append(LeftOut(option.name, costs.missing.get(key, "it was not measured")))
+            continue
+        p = predict(workload, costs, option)
+        if p.peak_bytes <= usable:
+            fits.append(p)
+            continue
+        too_large.append(p)
+        if offload and option.schedule == "retain":
+            smaller = _offloaded(workload, costs, option, usable)
+            if smaller is not None:
+                fits.append(smaller)
+    if not fits:
+        raise _nothing_fits(too_large, left, limit)
+    fits.sort(key=lambda p: p.seconds)
+    fastest = fits[0]
+    equal = [p for p in fits if p.seconds <= fastest.seconds * (1 + NOISE)]
+    chosen = min(equal, key=_rank)
+    return Choice(
+        chosen,
+        tuple(fits),
+        tuple(sorted(too_large, key=lambda p: p.seconds)),
+        tuple(left),
+        limit,
+        _reason(chosen, fastest, too_large, limit),
+    )
+
+
+def _rank(p: Prediction) -> tuple[int, int]:
+    return p.peak_bytes, SIMPLEST_FIRST.index(p.option.schedule)
+
+
+def _offloaded(
+    workload: Workload, costs: Costs, option: Option, usable: float
+) -> Prediction | None:
+    """Retain with the largest budget of activations that fits, in MiB; None where none does."""
+    bare = predict(workload, costs, replace(option, activations=0))
+    room = int((usable - bare.peak_bytes) // MIB) * MIB
+    if room < 0:
+        return None
+    found = predict(workload, costs, replace(option, activations=room))
+    return found if found.peak_bytes <= usable else bare
+
+
+def _reason(
+    chosen: Prediction, fastest: Prediction, too_large: Sequence[Prediction], limit: int | None
+) -> str:
+    faster = [p for p in too_large if p.seconds < chosen.seconds]
+    if chosen is not fastest:
+        text = (
+            f"as fast as {fastest.option.name} to within {NOISE:.0%}, with "
+            f"{size(fastest.peak_bytes - chosen.peak_bytes)} less"
+        )
+    else:
+        text = "the fastest that fits" if too_large else "the fastest"
+    if faster and limit is not None:
+        text += f"; {len(faster)} faster ones need more than {size(limit * (1 - MARGIN))}"
+    return text
+
+
+def _nothing_fits(
+    too_large: Sequence[Prediction], left: Sequence[LeftOut], limit: int | None
+) -> LeanError:
+    if not too_large:
+        said = "; ".join(f"{one.name}: {one.reason}" for one in left[:4])
+        return problem("schedule", "auto", f"no option could be measured ({said})")
+    least = min(too_large, key=lambda p: p.peak_bytes)
+    assert limit is not None
+    rule = (
+        f"no schedule fits in {size(limit)} with {MARGIN:.0%} left free: the smallest, "
+        f"{least.option.name}, needs {size(least.peak_bytes)} (at {least.at})"
+    )
+    return problem("schedule", "auto", rule, "Train adapters, a smaller model or picture.")
