@@ -121,6 +121,7 @@ def workload(
         ranks=layout.ranks,
         shards=shards,
         workers=config.scoring.workers,
+        sums=1 + (len(config.rewards) if a.rewards == "each" else 1),
     )
 
 
@@ -172,7 +173,7 @@ def candidates(
         for m in micro:
             for checkpointing in (False, True):
                 for sync in syncs:
-                    for ahead in _aheads(config, schedule):
+                    for ahead in _aheads(config):
                         one = Option(schedule, m, checkpointing, sync, None, ahead)
                         try:
                             check(configured(config, one), files=False)
@@ -186,10 +187,8 @@ def candidates(
     return options, list(left.values())
 
 
-def _aheads(config: Config, schedule: str) -> Iterable[int]:
-    if config.rollout.ahead is not None:
-        return (config.rollout.ahead,)
-    return (0, 1) if schedule == "streaming" else (1,)
+def _aheads(config: Config) -> Iterable[int]:
+    return (0, 1) if config.rollout.ahead is None else (config.rollout.ahead,)
 
 
 def _no_stream(config: Config) -> str | None:
@@ -197,10 +196,8 @@ def _no_stream(config: Config) -> str | None:
     a, num = config.advantage, config.rollout.generations
     if a.best_of is not None:
         return "advantage.best_of: which generations are left out is known last"
-    if a.baseline != "prompt" or a.std == "global":
-        return f"advantage.baseline={a.baseline} and std={a.std} need more than the group's rewards"
-    if a.rewards == "each":
-        return "advantage.rewards=each: every reward has a deviation of its own"
+    if a.baseline != "prompt":
+        return f"advantage.baseline={a.baseline} is no function of the group's rewards alone"
     if a.clip is not None and a.clip < largest_advantage(a, num):
         most = largest_advantage(a, num)
         return (
@@ -215,7 +212,7 @@ def largest_advantage(advantage: Advantage, generations: int) -> float:
 
     Reached where one reward differs from M - 1 equal ones; without a deviation there is no bound.
     """
-    if advantage.std != "prompt":
+    if advantage.std != "prompt" or advantage.rewards == "each":
         return math.inf
     if advantage.ddof == 1:
         return (generations - 1) / math.sqrt(generations)

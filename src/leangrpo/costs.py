@@ -151,7 +151,8 @@ class Workload:
     each of `waves` groups for the first optimizer step; `parts` and `epochs` as in the settings.
     `whole`: advantages need the rewards of the whole update. `joint`: a trajectory's graphs live
     until it ends. `reference`: each selected step is also run under the reference weights.
-    `kl_loss`: a KL is in the loss. `baseline`: steps have baselines of their own.
+    `kl_loss`: a KL is in the loss. `baseline`: steps have baselines of their own. `sums`: those
+    that streaming folds a group into, one more than rewards that are normalised one by one.
     """
 
     steps: float
@@ -169,6 +170,7 @@ class Workload:
     ranks: int = 1
     shards: int = 1
     workers: int = 1
+    sums: int = 2
 
     def slots(self, micro_batch: int) -> list[int]:
         """The sizes of the forwards of a wave, in order."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .costs import DEFERRED, LEDGERS, Costs, Key, Option, StepCost, Workload
+from .costs import DEFERRED, Costs, Key, Option, StepCost, Workload
 
 MARGIN = 0.05
 """Share of the limit that is left free: what an allocator loses to fragments."""
@@ -27,14 +27,13 @@ NOISE = 0.02
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What an option takes: `seconds` of an update and its `stages`, `peak_bytes` and what it is
-    reached `at`; `reasons` say what was assumed."""
+    reached `at`."""
 
     option: Option
     seconds: float
     peak_bytes: int
     at: str
     stages: Mapping[str, float]
-    reasons: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -65,285 +64,279 @@ class _Update:
         self.step = costs.steps[Key.of(option)]
         self.clock, self.stages = 0.0, dict.fromkeys(("rollout", "decode", "backward"), 0.0)
         self.held, self.peak, self.at = float(costs.resident), 0.0, "between updates"
-        self.has_gradient = False
-        self.waiting = 0  # gradients in the ledger whose advantage is not known
-        self.due = 0  # those whose advantage is known, but which are not added up yet
-        self.sums = 0
-        self.graphs = 0.0  # bytes of activations that wait for the advantages, wherever they are
-        self.scored: list[tuple[int, int, float]] = []  # wave, samples, when its reward is known
+        self.accumulating = False  # a gradient lies where backward adds to it
+        self.sums = 0  # that streaming folds the group underway into
+        self.centred = 0  # sums of groups whose advantages come at the end of the update
+        self.total = False  # the ledger's own sum
+        self.due: list[int] = []  # bytes of each gradient that is to be added to it
+        self.folded = 0  # samples of the group underway that streaming has folded
+        self.graphs = 0.0  # bytes that retain keeps, wherever they are
         self.workers = [0.0] * workload.workers
-        self.left: dict[int, list[int]] = {}
-        self.reasons: list[str] = []
-
-    # the clock and the memory
 
     def spend(self, stage: str, seconds: float) -> None:
         self.clock += seconds
         self.stages[stage] = self.stages.get(stage, 0.0) + seconds
 
     def reach(self, extra: float, at: str) -> None:
+        """What is held now and `extra` bytes that come and go."""
         if self.held + extra > self.peak:
             self.peak, self.at = self.held + extra, at
 
-    def keep(self, num_bytes: float, at: str = "") -> None:
+    def hold(self, num_bytes: float, at: str) -> None:
         self.held += num_bytes
         self.reach(0.0, at)
 
-    # the loop
-
     def run(self) -> Prediction:
-        w, o = self.w, self.o
+        w = self.w
         self.reach(0.0, "between updates")
         for _ in range(w.parts - 1):  # the other parts are sampled first, without gradients
-            for _ in range(w.waves):
-                self._wave_without_gradients()
-        for wave in range(w.waves):
-            sizes = w.slots(o.micro_batch)
-            self.left[wave] = list(sizes)
-            self._prefix()
-            for size in sizes:
-                self._collect(o.ahead)
-                self._slot(size)
-                self._submit(wave, size)
-        self._collect(0, last=True)
+            self._part(trained=False)
+        self._part(trained=True)
         self._finish()
         for _ in range(w.parts * w.epochs - 1):
-            self._replay_all()
-            self._optimizer()
-        if o.ahead and self.c.reward:
-            self.reasons.append("rewards run beside the sampler and take no time from it")
-        return Prediction(
-            o, self.clock, round(self.peak), self.at, dict(self.stages), tuple(self.reasons)
-        )
+            self._replayed()
+        stages = {name: seconds for name, seconds in self.stages.items() if seconds}
+        return Prediction(self.o, self.clock, round(self.peak), self.at, stages)
 
-    def _prefix(self) -> None:
+    # sampling and rewards: the loop of `rollout`
+
+    def _part(self, *, trained: bool) -> None:
+        """A part of the rollout: forwards in order, and behind them rewards and advantages."""
         w, o = self.w, self.o
-        if not w.prefix:
-            return
-        one = self.c.steps.get(Key(1, o.checkpointing)) or self.step
-        self.spend("rollout", one.call + w.prefix * one.forward)
+        sizes = w.slots(o.micro_batch)
+        slots = [(wave, size) for wave in range(w.waves) for size in sizes]
+        done: list[float] = []
+        entered = 0
+        for n, (wave, size) in enumerate(slots):
+            if n % len(sizes) == 0 and w.prefix:
+                one = self.c.steps.get(Key(1, o.checkpointing)) or self.step
+                self.spend("rollout", one.call + w.prefix * one.forward)
+            self._sample(size, lean=trained and o.schedule != "native", keep=not trained)
+            done.append(self._submit(size))
+            while entered <= n:
+                behind = slots[entered][0]
+                end = (behind + 1) * len(sizes) - 1
+                due = (entered if trained and o.schedule == "streaming" else end) + o.ahead
+                if n < min(due, len(slots) - 1):
+                    break
+                self.spend("reward", max(0.0, done[entered] - self.clock))
+                if trained:
+                    self._enter(slots[entered][1])
+                    if entered == end:
+                        self._close(behind)
+                entered += 1
 
-    def _wave_without_gradients(self) -> None:
-        w, step = self.w, self.step
-        self._prefix()
-        for size in w.slots(self.o.micro_batch):
-            cost = step.of(size / self.o.micro_batch)
-            self.spend("rollout", cost.call + (w.steps - w.prefix) * cost.forward)
-            self._reference(cost)
-            self.reach(cost.forward_peak, "a forward without gradients")
-            self.keep(w.selected * size * self.c.transition)
-            self.spend("decode", cost.decode)
-            self.reach(cost.decode_peak, "decoding")
-            self.spend("reward", size * self.c.reward if not self.o.ahead else 0.0)
+    def _submit(self, size: int) -> float:
+        """When the reward of a forward will be known."""
+        first = min(range(len(self.workers)), key=self.workers.__getitem__)
+        self.workers[first] = max(self.clock, self.workers[first]) + size * self.c.reward
+        return self.workers[first]
 
-    def _reference(self, cost: StepCost) -> None:
-        """The selected steps again, without gradients, under the reference weights."""
-        if self.w.reference:
-            again = _replay(cost) - cost.forward_grad + cost.forward
-            self.spend("rollout", self.w.selected * again)
-
-    def _slot(self, size: int) -> None:
-        """One forward's trajectories: what is sampled, kept and, with a ledger, differentiated."""
+    def _sample(self, size: int, *, lean: bool, keep: bool) -> None:
+        """A forward's trajectories; `lean`: with gradients, `keep`: for a later optimizer step."""
         w, o, c = self.w, self.o, self.c
         cost = self.step.of(size / o.micro_batch)
-        lean = o.schedule != "native"
         plain = w.steps - w.prefix - (w.selected if lean else 0.0)
         self.spend("rollout", cost.call + plain * cost.forward)
-        self._reference(cost)
+        if w.reference:  # the selected steps once more, under the reference weights
+            again = _replay(cost) - cost.forward_grad + cost.forward
+            self.spend("rollout", w.selected * again)
         self.reach(cost.forward_peak, "a forward without gradients")
-        if lean:
-            self.spend("rollout", w.selected * cost.forward_grad)
-            kept_at_once = w.selected if o.schedule == "retain" or w.joint else 1.0
-            device, before = self._graphs_on_device(kept_at_once * cost.kept)
-            self.reach(before + cost.forward_grad_peak, "a forward with gradients")
-            if o.schedule == "retain":
-                self.graphs += w.selected * cost.kept
-                self.keep(device, "graphs that are retained")
-                self._copy(w.selected * cost.kept - device, w.selected * cost.forward_grad)
-            else:
-                self._ledger_backwards(cost, size, kept_at_once)
-        self.keep(w.selected * size * c.transition * (not lean or w.epochs > 1))
+        if lean and o.schedule == "retain":
+            self._retain(cost)
+        elif lean:
+            self._provisional(cost, size)
+        if keep or w.epochs > 1 or o.schedule in DEFERRED:
+            self.hold(w.selected * size * c.transition, "what is remembered of the steps")
         self.spend("decode", cost.decode)
         self.reach(cost.decode_peak, "decoding")
 
-    def _graphs_on_device(self, added: float) -> tuple[float, float]:
-        """How many of `added` bytes of graphs stay on the device, and how many when the last of
-        them is made."""
-        before = max(0.0, added - self.step.kept)
-        if self.o.schedule != "retain" or self.o.activations is None:
-            return added, before
-        room = max(0.0, self.o.activations - self.graphs)
-        return min(added, room), min(before, room)
+    def _retain(self, cost: StepCost) -> None:
+        """The graphs of a forward's steps stay, on the device as far as the budget goes."""
+        w = self.w
+        seconds, total = w.selected * cost.forward_grad, w.selected * cost.kept
+        self.spend("rollout", seconds)
+        before = self._on_device(self.graphs)
+        last = self._on_device(self.graphs + max(0.0, total - cost.kept))
+        self.reach(last - before + cost.forward_grad_peak, "a forward with gradients")
+        self.graphs += total
+        here = self._on_device(self.graphs) - before
+        self.hold(here, "graphs that are retained")
+        self._copy(total - here, seconds)
+
+    def _on_device(self, graphs: float) -> float:
+        budget = self.o.activations
+        return graphs if budget is None else min(graphs, budget)
 
     def _copy(self, num_bytes: float, beside: float) -> None:
         """Copies to or from the host run beside computing, and are waited for where longer."""
         if num_bytes > 0:
-            seconds = num_bytes / self.c.host_bandwidth
-            self.spend("copy", max(0.0, seconds - beside))
+            self.spend("copy", max(0.0, num_bytes / self.c.host_bandwidth - beside))
 
-    def _ledger_backwards(self, cost: StepCost, size: int, graphs: float) -> None:
+    def _provisional(self, cost: StepCost, size: int) -> None:
+        """Reweight and streaming: a trajectory's backwards, onto gradients of its own."""
         w, c = self.w, self.c
-        times = 2 if w.kl_loss else 1
-        self.spend("backward", times * w.selected * cost.backward)
+        graphs = w.selected if w.joint else 1.0  # alive at once
+        self.spend("rollout", w.selected * cost.forward_grad)
+        self.reach((graphs - 1) * cost.kept + cost.forward_grad_peak, "a forward with gradients")
         self._settle(graphs * cost.kept)
-        start = graphs * cost.kept + (cost.kept if w.kl_loss else 0)
+        # with a KL in the loss a graph is run twice, and so outlives its first backward
+        again = cost.kept if w.kl_loss else 0
+        self.spend("backward", (1 + w.kl_loss) * w.selected * cost.backward)
+        start = graphs * cost.kept + again
         self.reach(start + cost.backward_first_peak, "a trajectory's first backward")
-        self.waiting += size
-        self.held += size * c.gradient  # the trajectory underway; `waiting` bytes later
-        later = max(0.0, graphs - 1) if w.joint else 1.0
-        extra = c.gradient * (w.kl_loss or w.baseline)
-        if w.selected > 1:
-            start = later * cost.kept + (cost.kept if w.kl_loss else 0)
-            self.reach(start + extra + cost.backward_peak, "a backward")
-        if w.baseline or w.kl_loss:
+        if w.baseline or w.kl_loss:  # their share goes to the sum at once
             self.spend("backward", w.selected * size * c.add)
-            if not self.sums:
-                self.sums = 1
-                self.keep(c.summed)
+            if not self.total:
+                self.total = True
+                self.hold(c.summed, "the ledger's sum")
+            start += c.gradient
+        self.held += size * c.gradient
+        if w.selected > 1:
+            self.reach(start - (cost.kept if w.joint else 0) + cost.backward_peak, "a backward")
         self.reach(0.0, "gradients that wait")
         self.held -= size * (c.gradient - c.waiting)
 
-    def _submit(self, wave: int, size: int) -> None:
-        first = min(range(len(self.workers)), key=self.workers.__getitem__)
-        done = max(self.clock, self.workers[first]) + size * self.c.reward
-        self.workers[first] = done
-        self.scored.append((wave, size, done))
+    # rewards and advantages
 
-    def _collect(self, ahead: int, *, last: bool = False) -> None:
-        """Wait until at most `ahead` forwards have no reward; then what is known is used."""
-        while len(self.scored) > ahead or (self.scored and self.scored[0][2] <= self.clock):
-            wave, size, done = self.scored.pop(0)
-            self.spend("reward", max(0.0, done - self.clock))
-            self.left[wave].remove(size)
-            if self.o.schedule == "streaming":
-                self._fold(size)
-            if not self.left[wave] and not self.w.whole:
-                self._known(1)
-        if last and self.w.whole:
-            self._known(self.w.waves)
+    def _enter(self, size: int) -> None:
+        """The rewards of a forward are known: streaming folds its gradients into two sums."""
+        w, c = self.w, self.c
+        if self.o.schedule != "streaming":
+            return
+        for _ in range(size):
+            self.folded += 1
+            more = min(self.folded, w.sums) - self.sums  # the first fold needs one, the others all
+            self.spend("backward", (1 if self.folded == 1 else w.sums) * c.add)
+            if more:
+                self.sums += more
+                self.hold(more * c.summed, "a gradient beside the sums it is folded into")
+                self.held -= c.waiting
+            else:
+                self.held -= c.waiting
 
-    def _fold(self, size: int) -> None:
-        """Streaming: finished trajectories go into two sums, as soon as their rewards are known."""
-        c = self.c
-        self.spend("backward", 2 * size * c.add)
-        if self.sums < 2:
-            self.keep((2 - self.sums) * c.summed, "the sums that a group is streamed into")
-            self.sums = 2
-        self.waiting -= size
-        self.held -= size * c.waiting
-
-    def _known(self, waves: int) -> None:
-        """The advantages of groups are known."""
+    def _close(self, wave: int) -> None:
+        """The rewards of a group are all known, and those of the update with its last group."""
         w, o, c = self.w, self.o, self.c
+        if o.schedule == "streaming":
+            self.folded = 0
+            if w.whole:
+                self.spend("backward", c.add)
+                self.held -= self.sums * c.summed
+                self.held += (w.sums - 1 - self.centred) * c.summed
+                self.centred, self.sums = w.sums - 1, 0
+            else:
+                self.due += [c.summed] * self.sums
+                self.sums = 0
+        if w.whole and wave + 1 < w.waves:
+            return
+        if o.schedule == "streaming":
+            self.due += [c.summed] * self.centred
+            self.centred = 0
+        groups = w.waves if w.whole else 1
+        if o.schedule == "reweight":
+            self.due += [c.waiting] * groups * w.held
         if o.schedule in DEFERRED:
-            for _ in range(waves):
-                for size in w.slots(o.micro_batch):
-                    self._deferred_backwards(size)
-        elif o.schedule == "reweight":
-            self.due += waves * w.held
-            self.waiting -= waves * w.held
-        elif w.waves > 1:  # streaming: the two sums into that of the update
-            self.spend("backward", c.add)
-            if self.sums < 3:
-                self.keep(c.summed, "the sums of groups")
-                self.sums = 3
+            for size in groups * w.slots(o.micro_batch):
+                self._deferred(size)
         if o.sync == "group":
-            for _ in range(waves):
-                self._reduce()
+            self._settle(0.0)
+            self._reduce()
 
-    def _deferred_backwards(self, size: int) -> None:
-        w, o = self.w, self.o
+    def _deferred(self, size: int) -> None:
+        """Native and retain: the backwards of a forward's trajectories."""
+        w, o, c = self.w, self.o, self.c
         cost = self.step.of(size / o.micro_batch)
         self.spend("backward", w.selected * cost.backward)
         if o.schedule == "native":
             self.spend("recompute", w.selected * _replay(cost))
-            self.reach(cost.forward_grad_peak, "a forward with gradients")
-            self._accumulate(cost, cost.kept)
-            return
-        total = w.selected * cost.kept
-        self._accumulate(cost, 0.0)
-        on_device = self.graphs if o.activations is None else min(self.graphs, o.activations)
-        self.graphs -= total
-        rest = self.graphs if o.activations is None else min(self.graphs, o.activations)
-        self.held -= on_device - rest
-        self._copy(total - (on_device - rest), w.selected * cost.backward)
+            self._accumulate(cost, replayed=True)
+        else:
+            self._accumulate(cost, replayed=False)
+            total = w.selected * cost.kept
+            here = self._on_device(self.graphs) - self._on_device(self.graphs - total)
+            self.graphs -= total
+            self.held -= here
+            self._copy(total - here, w.selected * cost.backward)
+        if o.sync == "step":
+            self._reduce(w.selected)
+        if w.epochs == 1:
+            self.held -= w.selected * size * c.transition
 
-    def _accumulate(self, cost: StepCost, graph: float) -> None:
-        """The peak of a backward, into a gradient that is there or is made by it."""
-        gradient = self._own_gradient
-        if not self.has_gradient:
-            less = self.c.gradient - gradient
+    def _accumulate(self, cost: StepCost, *, replayed: bool) -> None:
+        """The backwards of a forward's steps, the graphs being there or made for each."""
+        graph = cost.kept if replayed else 0
+        whole, c = self._accumulated, self.c
+        if replayed:
+            self.reach(cost.forward_grad_peak, "a forward with gradients")
+        if not self.accumulating:
+            less = c.gradient - whole
             self.reach(graph + cost.backward_first_peak - less, "the first backward")
-            self.has_gradient = True
-            self.held += gradient
+            self.accumulating = True
+            self.hold(whole, "the gradient")
+            if self.w.selected <= 1:
+                return
+        if replayed:
+            self.reach(cost.forward_grad_peak, "a forward with gradients")
         self.reach(graph + cost.backward_peak, "a backward")
-        if self.o.sync == "step":
-            for _ in range(round(self.w.selected)):
-                self._reduce()
 
     @property
-    def _own_gradient(self) -> int:
-        """Bytes of what native and retain accumulate: whole, unless every backward is reduced."""
-        alone = self.w.shards == 1 or self.o.sync != "step"
-        return self.c.gradient if alone else self.c.stepped
+    def _accumulated(self) -> int:
+        """Bytes of the gradient that native and retain add to: a shard, where FSDP2 reduces."""
+        sharded = self.w.shards > 1 and self.o.sync == "step"
+        return self.c.stepped if sharded else self.c.gradient
 
     def _settle(self, beside: float) -> None:
-        """Reweight adds up what is due, before the next backward or at the end."""
+        """The ledger adds up what is due: before the next backward, or at the end."""
         c = self.c
         if not self.due:
             return
         self.reach(beside, "gradients that wait to be added up")
-        self.spend("backward", self.due * c.add)
-        if not self.sums:
-            # the first becomes the sum itself, unless it is kept in another way
-            self.reach(beside + (c.summed if c.summed != c.waiting else 0), "adding up gradients")
-            self.sums = 1
+        self.spend("backward", len(self.due) * c.add)
+        if not self.total:  # the first becomes the sum itself, if it is kept in the same way
+            self.reach(beside + (c.summed if self.due[0] != c.summed else 0), "adding up")
+            self.total = True
             self.held += c.summed
-        self.held -= self.due * c.waiting
-        self.due = 0
+        self.held -= sum(self.due)
+        self.due = []
 
-    def _reduce(self) -> None:
+    # the end
+
+    def _reduce(self, times: float = 1.0) -> None:
         if self.w.ranks > 1:
-            self.spend("sync", self.c.reduce)
+            self.spend("sync", times * self.c.reduce)
             self.reach(self.c.reduce_peak, "adding up over the ranks")
 
     def _finish(self) -> None:
-        o, c = self.o, self.c
-        if o.schedule == "reweight":
-            self._settle(0.0)
-        if o.schedule == "streaming":
-            self.spend("backward", c.add)
-        if o.sync == "update":
+        """The finished gradient, and the optimizer's step."""
+        c = self.c
+        self._settle(0.0)
+        if self.o.sync == "update":
             self._reduce()
-        if o.schedule in LEDGERS:
-            converted = c.summed != c.stepped
-            self.reach(c.stepped if converted else 0, "the finished gradient")
-            self.held += c.stepped - self.sums * c.summed
-        elif self.has_gradient:
-            self.held += c.stepped - self._own_gradient
-        self.sums, self.has_gradient = 0, False
-        self.spend("optimizer", c.optimizer)
-        self.reach(c.optimizer_peak, "the optimizer's step")
-        self.held -= c.stepped
+        has = c.summed if self.total else self._accumulated if self.accumulating else 0
+        if has not in (0, c.stepped):
+            self.reach(c.stepped, "the finished gradient")
+        self.held += c.stepped - has
+        self.total = self.accumulating = False
+        self._step()
 
-    def _optimizer(self) -> None:
-        self._reduce()
+    def _step(self) -> None:
         self.spend("optimizer", self.c.optimizer)
+        self.reach(self.c.optimizer_peak, "the optimizer's step")
+        self.held -= self.c.stepped
 
-    def _replay_all(self) -> None:
-        """A later optimizer step: every selected step of a part again, as native does it."""
-        w, c = self.w, self.c
-        at_first = self.held
-        for _ in range(w.waves):
-            for size in w.slots(self.o.micro_batch):
-                cost = self.step.of(size / self.o.micro_batch)
-                self.spend("recompute", w.selected * _replay(cost))
-                self.spend("backward", w.selected * cost.backward)
-                self.reach(cost.forward_grad_peak, "a replayed forward")
-                self._accumulate(cost, cost.kept)
-        self.has_gradient = False
-        self.held = at_first
-        self.reach(c.stepped + c.optimizer_peak, "the optimizer's step")
+    def _replayed(self) -> None:
+        """A later optimizer step: the selected steps of a part again, as native runs them."""
+        w = self.w
+        for size in w.waves * w.slots(self.o.micro_batch):
+            cost = self.step.of(size / self.o.micro_batch)
+            self.spend("recompute", w.selected * _replay(cost))
+            self.spend("backward", w.selected * cost.backward)
+            self._accumulate(cost, replayed=True)
+        self._reduce()
+        self.held += self.c.stepped - self._accumulated
+        self.accumulating = False
+        self._step()
 
 
 def _replay(cost: StepCost) -> float:
