@@ -329,13 +329,14 @@ def _check_parallel(config: Config) -> Iterator[LeanError]:
             there = f"there are {ranks} ranks" if ranks > 1 else "there is one rank"
             rule = f"shard x replicate is {shard} x {replicate}, and {there}"
             yield problem("parallel.shard", p.shard, rule, "Leave one of the two null.")
-    if p.sync == "step" and config.schedule == "reweight":
-        rule = "schedule reweight must multiply by the advantage before ranks are added up"
+    if p.sync == "step" and config.schedule in ("reweight", "streaming"):
+        rule = f"schedule {config.schedule} must multiply by the advantage before ranks are added"
         yield problem("parallel.sync", p.sync, rule, "Set it to update or group.")
-    if p.ledger_dtype and config.schedule != "reweight":
+    has_ledger = config.schedule in ("reweight", "streaming", "auto")
+    if p.ledger_dtype and not has_ledger:
         rule = f"only reweight has a ledger, and schedule is {config.schedule}"
         yield problem("parallel.ledger_dtype", p.ledger_dtype, rule, "Set it to null.")
-    if p.ledger_device == "host" and config.schedule != "reweight":
+    if p.ledger_device == "host" and not has_ledger:
         rule = f"only reweight has a ledger, and schedule is {config.schedule}"
         yield problem("parallel.ledger_device", p.ledger_device, rule, "Set it to accelerator.")
 

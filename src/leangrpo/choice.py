@@ -20,7 +20,6 @@ from .errors import LeanError, problem
 from .layout import Layout
 from .planner import MARGIN, NOISE, LeftOut, Prediction, predict
 from .selection import select
-from .settings import Advantage
 from .solver import Flash, num_steps
 
 MIB = 2**20
@@ -150,7 +149,7 @@ NO_LEDGER = {"ledger_dtype": None, "ledger_device": "accelerator"}
 
 
 def candidates(
-    config: Config, *, ranks: int = 1, held: int | None = None
+    config: Config, *, ranks: int = 1, held: int | None = None, offload: bool = True
 ) -> tuple[list[Option], list[LeftOut]]:
     """The options that the settings allow, and the others each with its reason.
 
@@ -158,17 +157,13 @@ def candidates(
     generations of a rank, with activation checkpointing and without; on several `ranks` gradients
     are added once an update or at every backward. `rollout.ahead` is tried at 0 and 1 where the
     settings leave it open. Retain's budget of activations is not one of many: `choose` takes the
-    largest that fits.
+    largest that fits, where the host's memory is another than the device's (`offload`).
     """
     most = held or config.rollout.generations
     options: list[Option] = []
     left: dict[str, LeftOut] = {}
     micro = [m for m in range(1, most + 1) if config.rollout.generations % m == 0]
     for schedule in ("native", "retain", "reweight", "streaming"):
-        why = _no_stream(config) if schedule == "streaming" else None
-        if why:
-            left[schedule] = LeftOut(schedule, why)
-            continue
         syncs = ["update", "step"] if ranks > 1 else ["update"]
         for m in micro:
             for checkpointing in (False, True):
@@ -184,39 +179,14 @@ def candidates(
     if ranks > 1:
         reason = "adds gradients as often as there are groups, and holds as many as sync=update"
         left["group"] = LeftOut("sync=group", reason)
+    if not offload:
+        reason = "here the host's memory is the device's own"
+        left["offload"] = LeftOut("retain+offload", reason)
     return options, list(left.values())
 
 
 def _aheads(config: Config) -> Iterable[int]:
     return (0, 1) if config.rollout.ahead is None else (config.rollout.ahead,)
-
-
-def _no_stream(config: Config) -> str | None:
-    """Why a group's advantages are no affine function of its rewards, None where they are."""
-    a, num = config.advantage, config.rollout.generations
-    if a.best_of is not None:
-        return "advantage.best_of: which generations are left out is known last"
-    if a.baseline != "prompt":
-        return f"advantage.baseline={a.baseline} is no function of the group's rewards alone"
-    if a.clip is not None and a.clip < largest_advantage(a, num):
-        most = largest_advantage(a, num)
-        return (
-            f"advantage.clip={a.clip:g} could bind: in a group of {num} an advantage may be as "
-            f"large as {most:.4g}"
-        )
-    return None
-
-
-def largest_advantage(advantage: Advantage, generations: int) -> float:
-    """What |A| cannot exceed in a group of M: sqrt(M - 1), or (M - 1)/sqrt(M) with ddof 1.
-
-    Reached where one reward differs from M - 1 equal ones; without a deviation there is no bound.
-    """
-    if advantage.std != "prompt" or advantage.rewards == "each":
-        return math.inf
-    if advantage.ddof == 1:
-        return (generations - 1) / math.sqrt(generations)
-    return math.sqrt(generations - 1)
 
 
 def choose(

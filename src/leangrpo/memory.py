@@ -118,36 +118,3 @@ def storages(tensors: Any) -> dict[int, int]:
         if storage.nbytes():
             found[storage.data_ptr()] = storage.nbytes()
     return found
-
-
-class Kept:
-    """Bytes that autograd keeps for backward inside, each storage once, those of `known` not.
-
-    Counted by `torch.autograd.graph.saved_tensors_hooks`: what an operator saves comes through
-    there, whether an activation, a mask or a weight.
-    """
-
-    def __init__(self, known: Any = ()) -> None:
-        self.known = storages(known)
-        self.found: dict[int, int] = {}
-        self._hooks: Any = None
-
-    def __enter__(self) -> Kept:
-        self._alive: list[Any] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.__exit__(*_)
-        self._alive.clear()
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.found |= storages([tensor])
-        self._alive.append(tensor)  # an address that is given to another tensor counts once only
-        return tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """What is kept, without what was known before."""
-        return sum(size for at, size in self.found.items() if at not in self.known)

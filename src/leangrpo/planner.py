@@ -107,7 +107,7 @@ class _Update:
         slots = [(wave, size) for wave in range(w.waves) for size in sizes]
         done: list[float] = []
         entered = 0
-        for n, (wave, size) in enumerate(slots):
+        for n, (_, size) in enumerate(slots):
             if n % len(sizes) == 0 and w.prefix:
                 one = self.c.steps.get(Key(1, o.checkpointing)) or self.step
                 self.spend("rollout", one.call + w.prefix * one.forward)

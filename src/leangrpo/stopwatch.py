@@ -24,7 +24,7 @@ class Stopwatch:
         """Forget all times; stages that are open go on from now."""
         self._spans: list[tuple[str, object, object]] = []
         self._open: list[str] = getattr(self, "_open", [])
-        self._since = self._mark()
+        self._since = self.mark()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -50,15 +50,16 @@ class Stopwatch:
             torch.cuda.synchronize()
         times: dict[str, float] = {}
         for name, start, end in self._spans:
-            times[name] = times.get(name, 0.0) + self._seconds(start, end)
+            times[name] = times.get(name, 0.0) + self.seconds(start, end)
         return times
 
     def _book(self) -> None:
-        now = self._mark()
+        now = self.mark()
         self._spans.append((self._open[-1] if self._open else "other", self._since, now))
         self._since = now
 
-    def _mark(self) -> object:
+    def mark(self) -> object:
+        """This moment, for `seconds`."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -66,7 +67,8 @@ class Stopwatch:
         return event
 
     @staticmethod
-    def _seconds(start: object, end: object) -> float:
+    def seconds(start: object, end: object) -> float:
+        """From one mark to another; on CUDA both must have been reached."""
         if isinstance(start, float) and isinstance(end, float):
             return end - start
         return float(start.elapsed_time(end)) / 1000  # type: ignore[attr-defined]
