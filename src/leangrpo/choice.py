@@ -6,11 +6,13 @@ hand; what an option needs is asked of `planner`.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from .checks import check
@@ -39,6 +41,8 @@ class Choice:
     left_out: tuple[LeftOut, ...]
     limit: int | None
     reason: str
+    workload: Workload
+    costs: Costs
 
     def alternatives(self) -> list[Prediction]:
         """What to go on with when the chosen option runs out of memory after all: the options that
@@ -57,7 +61,15 @@ class Choice:
             "too_large": [p.as_dict() for p in self.too_large],
             "left_out": [{"name": one.name, "reason": one.reason} for one in self.left_out],
             "alternatives": [p.option.name for p in self.alternatives()],
+            "workload": asdict(self.workload),
+            "costs": self.costs.as_dict(),
         }
+
+    def text(self) -> str:
+        """The decision and the table, for a log."""
+        out = io.StringIO()
+        Console(file=out, width=120).print(self.table())
+        return f"schedule: {self.chosen.option.name}, {self.reason}\n{out.getvalue().rstrip()}"
 
     def table(self) -> Table:
         """A row for each option: what it takes, and whether it fits."""
@@ -234,6 +246,8 @@ def choose(
         tuple(left),
         limit,
         _reason(chosen, fastest, too_large, limit),
+        workload,
+        costs,
     )
 
 

@@ -6,7 +6,7 @@ Plain numbers, from `probe` (measured here) or counted for a device that is not 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 DEFERRED = ("native", "retain")
@@ -140,6 +140,15 @@ class Costs:
     optimizer: float = 0.0
     host_bandwidth: float = float("inf")
     missing: Mapping[Key, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; what is infinite is null."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        if self.host_bandwidth == float("inf"):
+            found["host_bandwidth"] = None
+        found["steps"] = [asdict(key) | asdict(cost) for key, cost in self.steps.items()]
+        found["missing"] = [asdict(key) | {"reason": why} for key, why in self.missing.items()]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,32 +227,38 @@ class Probe:
         return trace
 
     def _decode(self, m: int, repeats: int) -> tuple[float, int]:
-        """Seconds and bytes of decoding, from the last step of a trajectory."""
+        """Seconds and bytes of decoding."""
+        seconds = []
+        for _ in range(repeats):
+            watch = Stopwatch(self.device)
+            self._last_step(m, watch)
+            seconds.append(watch.read().get("decode", 0.0))
+        with peak_memory(self.device) as trace:
+            self._last_step(m, _Marks(self.device, trace))
+        peak = max((p.peak for p in trace.phases if p.name == "decode"), default=0)
+        return statistics.median(seconds), peak
+
+    def _last_step(self, m: int, watch: Stopwatch) -> Tensor:
+        """Pictures `(m, ...)` from the last step of a trajectory, which is nobody's."""
         policy = self.policy
         sampling = replace(policy.sampling, flash=None)
         plan = policy.plan(sampling)
         latents = torch.zeros(1, *plan.shape, dtype=torch.float32, device=self.device)
         keys = [SampleKey(0, 0, g) for g in range(m)]
         # a pipeline that begins late, or steps several latents, is walked from its start
-        prefix = Prefix(len(plan.std) - 1, latents) if plan.voices == 1 and not plan.begin else None
-        before = policy.watch
+        direct = plan.voices == 1 and not plan.begin
+        prefix = Prefix(len(plan.std) - 1, latents) if direct else None
+        before, policy.watch = policy.watch, watch
+        try:
+            made = policy.sample([self.prompt] * m, keys, prefix=prefix, sampling=sampling)
+        finally:
+            policy.watch = before
+        assert made.images is not None
+        return made.images
 
-        def run(watch: Stopwatch) -> None:
-            policy.watch = watch
-            try:
-                policy.sample([self.prompt] * m, keys, prefix=prefix, sampling=sampling)
-            finally:
-                policy.watch = before
-
-        seconds = []
-        for _ in range(repeats):
-            watch = Stopwatch(self.device)
-            run(watch)
-            seconds.append(watch.read().get("decode", 0.0))
-        with peak_memory(self.device) as trace:
-            run(_Marks(self.device, trace))
-        peak = max((p.peak for p in trace.phases if p.name == "decode"), default=0)
-        return statistics.median(seconds), peak
+    def picture(self) -> Tensor:
+        """Something to score, `(1, C, H, W)` or `(1, F, C, H, W)`."""
+        return self._last_step(1, Stopwatch(self.device))
 
     # what does not depend on the micro-batch
 

@@ -24,6 +24,7 @@ from .runfolder import (
     EVALUATIONS,
     LOG,
     METRICS,
+    PLAN,
     SUMMARY,
     Run,
     append_line,
@@ -214,6 +215,11 @@ class RunRecord:
         """Say what an update will do."""
         self._say(f"plan: {text}")
 
+    def choice(self, text: str, table: Mapping[str, Any]) -> None:
+        """Say which schedule was chosen and from what; the whole table goes to plan.json."""
+        replace_file(self.folder / PLAN, f"{json.dumps(table, indent=1)}\n")
+        self._say(text)
+
     def note(self, text: str) -> None:
         """Say something a user should know, in the log and on the terminal."""
         self._say(f"note: {text}")
@@ -239,6 +245,9 @@ class Onlooker:
         """Nothing."""
 
     def plan(self, text: str) -> None:
+        """Nothing."""
+
+    def choice(self, text: str, table: Mapping[str, Any]) -> None:
         """Nothing."""
 
     def note(self, text: str) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from . import checkpoint
+from .auto import Auto, adopted
 from .checks import check
+from .choice import Choice, configured
 from .collectives import Collectives
 from .compiling import compile_blocks, require_compiler
 from .components import denoisers
@@ -28,6 +30,7 @@ from .loading import copy_denoisers, load_pipeline, make_trainable, place
 from .parallel import World, join, make_gradients, shard_denoiser
 from .pipeline import Sampling
 from .policy import Policy
+from .probe import set_checkpointing
 from .report import Onlooker, RunRecord
 from .reweight import Reweight
 from .runfolder import run_folder
@@ -47,7 +50,8 @@ class Setup:
     training's and those held out. `weights` `(T,)` multiply the steps' losses,
     `credit` gives advantages, `critic` a learned baseline. `start` counts updates already done.
     `whole` is false from an optimizer step until its update has been counted: the weights are then
-    no update's. `order` watches the collectives, if they are to be compared."""
+    no update's. `order` watches the collectives, if they are to be compared. `choice` is what
+    `schedule: auto` decided, where it did."""
 
     config: Config
     world: World
@@ -71,6 +75,7 @@ class Setup:
     start: int
     device: torch.device
     order: Collectives | None
+    choice: Choice | None = None
     whole: bool = field(default=True, init=False)
 
     def select(self, update: int, prompt: int = 0, generation: int = 0) -> Selection:
@@ -132,6 +137,8 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         p.shard, p.replicate, timeout_s=p.timeout, master=config.model.has_master, device=device
     )
     folder = world.share(run_folder(config))
+    if resume and config.schedule == "auto":
+        config = world.share(adopted(config, folder))
     found = _found_by_the_first(world, config, folder) if resume else None
     examples, heldout = read_examples(config.prompts), read_examples(config.prompts, heldout=True)
     heldout = heldout[: config.evaluation.prompts]
@@ -169,6 +176,13 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         credit.history.load_state_dict(found.extra.get("history", {}))
         if critic is not None:
             critic.load_state_dict(found.extra)
+    choice = None
+    if config.schedule == "auto":
+        auto = Auto(config, policy, gradients, world, layout, optimizer, scorer, examples[0])
+        auto.others = ema.mean if ema is not None else ()
+        choice = auto.decide()
+        config = apply(choice, config, policy, gradients)
+        layout = make_layout(config, world)
     start = found.update if found else 0
     record: RunRecord | Onlooker
     if not world.is_main:
@@ -178,6 +192,8 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         record = RunRecord.resume(folder, kept, to_yaml(config), quiet=quiet)
     else:
         record = RunRecord.create(folder, to_yaml(config), quiet=quiet)
+    if choice is not None:
+        record.choice(choice.text(), choice.as_dict())
     return Setup(
         config=config,
         world=world,
@@ -201,7 +217,16 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         start=start,
         device=device,
         order=make_order(policy, world) if p.check and world.size > 1 else None,
+        choice=choice,
     )
+
+
+def apply(choice: Choice, config: Config, policy: Policy, gradients: Gradients) -> Config:
+    """Switch to what was chosen, and return the settings that say so."""
+    option = choice.chosen.option
+    set_checkpointing(policy, option.checkpointing)
+    gradients.sync = option.sync
+    return configured(config, option)
 
 
 def _check_examples(

@@ -40,7 +40,8 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
     """
     began = time.perf_counter()
     s = set_up(config, resume=resume, quiet=quiet)
-    policy, record, world, stopped = s.policy, s.record, s.world, "finished"
+    config, policy, record, world = s.config, s.policy, s.record, s.world
+    stopped = "finished"
     checkpoints = Checkpoints(Path(record.folder) / "checkpoints", config.checkpoint.keep, world)
     done, saved = s.start, s.start if resume else -1
 
