@@ -60,7 +60,8 @@ def make_twin(
                 made[name] = None
             else:
                 where = {"subfolder": name, "revision": revision}
-                made[name] = _component(entry, folder, where, narrow, shorten_encoders)
+                options = {"narrow": narrow, "shorten_encoders": shorten_encoders}
+                made[name] = make_component(entry, folder, where, **options)
         pipe = kind(**made)
     except (OSError, AttributeError, KeyError, ValueError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -75,10 +76,20 @@ def make_twin(
     return pipe
 
 
-def _component(
-    entry: Any, folder: str, where: dict[str, Any], narrow: bool, shorten_encoders: bool
+def make_component(
+    entry: Any,
+    folder: str,
+    where: dict[str, Any],
+    *,
+    narrow: bool = True,
+    shorten: bool = True,
+    shorten_encoders: bool = True,
 ) -> Any:
-    """One component: a network from its configuration, anything else as it is saved."""
+    """One component: a network from its configuration, anything else as it is saved.
+
+    `entry` is its library and class in model_index.json. Without `shorten` a diffusers network
+    keeps its layers; the rest is as in `make_twin`.
+    """
     library, name = entry
     own = library in ("diffusers", "transformers") or "." in library
     module = library if own else f"diffusers.pipelines.{library}"
@@ -93,7 +104,9 @@ def _component(
         config = dict(network.load_config(folder, **where))
         if narrow:
             config = _narrowed(config)
-        return network.from_config({k: _shortened(k, v) for k, v in config.items()})
+        if shorten:
+            config = {k: _shortened(k, v) for k, v in config.items()}
+        return network.from_config(config)
     config = network.config_class.from_pretrained(folder, **where)
     if shorten_encoders:
         _shorten(config)
