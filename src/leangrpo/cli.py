@@ -357,6 +357,60 @@ def serve_reward(
     serve(name, host, port, token=token, workers=workers)
 
 
+@app.command()
+def plan(
+    settings: Settings = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs, one rank on each.")] = 1,
+    device: Annotated[
+        str, typer.Option(help="a6000, a100, h100, h200, l40s or 4090, by its data sheet.")
+    ] = "a6000",
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Of one GPU, such as 48GiB; default: the device's.", show_default=False),
+    ] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="Its bfloat16 peak, dense.", show_default=False)
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="Its memory's peak, in GB/s.", show_default=False)
+    ] = None,
+    link: Annotated[
+        float | None,
+        typer.Option(help="What collectives between GPUs achieve, in GB/s.", show_default=False),
+    ] = None,
+    efficiency: Annotated[
+        float | None,
+        typer.Option(help="Share of the peak that matrix products achieve.", show_default=False),
+    ] = None,
+    reward: Annotated[float, typer.Option(min=0, help="Seconds of one sample's reward.")] = 0.0,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every option, and those left out.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Predict time and memory of every schedule on hardware that is not here, and choose.
+
+    Nothing is loaded or run: costs are counted from the model's configuration.
+
+    Examples: leangrpo plan flux1-dev --gpus 8 --memory 48GiB;
+    leangrpo plan wan21-14b --gpus 8 --device h100 model.train=full
+    """
+    _check_writable(json_file)
+    config = _load(settings)
+    from .checks import check
+
+    check(config, files=False)
+    from .device import device as described
+    from .plan import plan as make
+
+    facts = {"tflops": tflops, "bandwidth": bandwidth, "link": link, "efficiency": efficiency}
+    result = make(config, described(device, gpus, memory=memory, **facts), reward=reward)
+    result.show(everything=everything)
+    _write_json(json_file, result.as_dict())
+    if result.choice is None:
+        raise typer.Exit(1)
+
+
 @recipes.callback()
 def _recipes(context: typer.Context, json_file: JsonFile = None) -> None:
     """List the recipes that come along."""

@@ -54,9 +54,9 @@ class Sketch:
     @property
     def tokens(self) -> str:
         """The shapes of the network's inputs, as people read them."""
-        named = {**dict(enumerate(self.args)), **self.kwargs}
+        named: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
         shapes = [
-            f"{name} {'x'.join(map(str, v.shape))}"
+            f"{name if isinstance(name, str) else 'input'} {'x'.join(map(str, v.shape))}"
             for name, v in named.items()
             if isinstance(v, Tensor) and v.dim() > 2
         ]
@@ -100,8 +100,6 @@ def facts() -> dict[str, Any]:
 
 
 def _from_facts(config: Config, known: Mapping[str, Any]) -> Sketch:
-    import diffusers
-
     m, s = config.model, config.sampling
     dtype = getattr(torch, m.dtype)
     names = ["unet"] if known["class"].startswith("UNet") else ["transformer"]
