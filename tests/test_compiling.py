@@ -115,7 +115,12 @@ def test_schedules_agree(train: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "train", "dtype"),
-    [("sd3", "full", "f32"), ("flux", "lora", "f32"), ("wan", "full", "f32"), ("sd", "full", "f64")],
+    [
+        ("sd3", "full", "f32"),
+        ("flux", "lora", "f32"),
+        ("wan", "full", "f32"),
+        ("sd", "full", "f64"),
+    ],
 )
 def test_schedules_agree_in_generated_code(
     name: str, train: str, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -450,7 +455,9 @@ def test_sharded(compute: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -
             )  # fmt: skip
             schedule.advantages({KEY[0]: 1.0})
             schedule.finish()
-            gradients.append([p.grad.full_tensor() for p in policy.parameters if p.grad is not None])  # type: ignore[attr-defined]
+            gradients.append(
+                [p.grad.full_tensor() for p in policy.parameters if p.grad is not None]
+            )  # type: ignore[attr-defined]
             for p in policy.parameters:
                 p.grad = None
         assert graphs() >= 2

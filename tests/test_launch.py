@@ -333,7 +333,7 @@ def interrupted(ranks: Ranks, name: str, times: int) -> tuple[str, Path]:
 @pytest.fixture
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting ranks fails the test."""
-    monkeypatch.setattr("leangrpo.cli.launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("leangrpo.cli_options.launch", lambda *_: pytest.fail("ranks were started"))
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_settings_fit_the_ranks() -> None:
 
 def test_what_is_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("leangrpo.cli.launch", lambda *call: calls.append(call) or 0)
+    monkeypatch.setattr("leangrpo.cli_options.launch", lambda *call: calls.append(call) or 0)
     monkeypatch.chdir(tmp_path)
     assert leangrpo("train", "updates=3", "-q", "--json", "x.json", "--nproc", 2).code == 0
     assert leangrpo("bench", "--rounds", 2, "--nproc", 3, "seed=1").code == 0

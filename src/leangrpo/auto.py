@@ -26,8 +26,8 @@ from .parallel import World
 from .planner import MARGIN, NOISE, LeftOut, predict
 from .policy import Policy
 from .probe import Probe
-from .rewards import Scorer
 from .runfolder import CONFIG
+from .scoring import Scorer
 
 BUDGET_S = 180.0
 """Seconds after which no further micro-batch is tried."""
@@ -106,7 +106,8 @@ class Auto:
         if device.type != "cuda":
             return None
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        return min(self.world.share_all(free))
+        least: int = min(self.world.share_all(free))
+        return least
 
     def _measure(
         self, keys: Sequence[Key], load: Workload, fixed: Costs, limit: int | None, began: float
@@ -180,7 +181,8 @@ class Auto:
             optimizer=optimizer,
             host_bandwidth=probe.host_bandwidth(),
         )
-        return _largest(self.world.share_all(own))
+        every: list[Costs] = self.world.share_all(own)
+        return _largest(every)
 
     def _reward(self) -> float:
         """Seconds of scoring one picture; a reward that fails here will say so in training."""

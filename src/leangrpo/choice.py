@@ -10,7 +10,7 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +23,9 @@ from .layout import Layout
 from .planner import MARGIN, NOISE, LeftOut, Prediction, predict
 from .selection import select
 from .solver import Flash, num_steps
+
+if TYPE_CHECKING:
+    from .gradients import Sync
 
 MIB = 2**20
 
@@ -176,7 +179,7 @@ def candidates(
     left: dict[str, LeftOut] = {}
     micro = [m for m in range(1, most + 1) if config.rollout.generations % m == 0]
     for schedule in ("native", "retain", "reweight", "streaming"):
-        syncs = ["update", "step"] if ranks > 1 else ["update"]
+        syncs: list[Sync] = ["update", "step"] if ranks > 1 else ["update"]
         for m in micro:
             for checkpointing in (False, True):
                 for sync in syncs:

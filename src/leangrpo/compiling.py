@@ -93,8 +93,9 @@ def require_compiler(device: torch.device) -> None:
 
 def detached(t: Transition) -> Transition:
     """The same step without its graph."""
-    tensors = {name: getattr(t, name) for name in ("log_prob", "mean", "std", "kl_std", "output")}
-    return replace(t, **{n: None if v is None else v.detach() for n, v in tensors.items()})
+    names = ("log_prob", "mean", "std", "kl_std", "output")
+    tensors: dict[str, Any] = {n: v.detach() for n in names if (v := getattr(t, n)) is not None}
+    return replace(t, **tensors)
 
 
 def _compiled(block: nn.Module, backend: str) -> Callable[..., Any]:
@@ -106,12 +107,13 @@ def _compiled(block: nn.Module, backend: str) -> Callable[..., Any]:
     """
     options = {"deterministic": True} if backend == "inductor" else None
     original = block.forward
-    compiled = torch.compile(
+    compile_: Any = torch.compile  # its stub lacks recompile_limit
+    compiled = compile_(
         original,
         fullgraph=True,
         dynamic=False,
         backend=backend,
-        options=options,  # type: ignore[arg-type]
+        options=options,
         recompile_limit=VARIANTS,
     )
 
@@ -134,5 +136,3 @@ def _compiled(block: nn.Module, backend: str) -> Callable[..., Any]:
             raise problem("model.compile", True, rule, "Set it to false.") from error
 
     return forward
-
-

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .gradients import Sync
 
 DEFERRED = ("native", "retain")
 """Schedules whose backwards wait for the advantages."""
@@ -26,7 +29,7 @@ class Option:
     schedule: str
     micro_batch: int = 1
     checkpointing: bool = False
-    sync: str = "update"
+    sync: Sync = "update"
     activations: int | None = None
     ahead: int = 1
 

@@ -90,9 +90,9 @@ def device(
 ) -> Device:
     """A device of the table, with what is given in place of its own facts.
 
-    `memory` in bytes, or as 48GiB; `tflops` its bfloat16 peak, of which `efficiency` is achieved; `bandwidth`
-    its memory's peak in GB/s; `link` what collectives between devices achieve in GB/s. Raises
-    LeanError for a name that is not in the table, or a number that is not positive.
+    `memory` in bytes, or as 48GiB; `tflops` its bfloat16 peak, of which `efficiency` is achieved;
+    `bandwidth` its memory's peak in GB/s; `link` what collectives between devices achieve in GB/s.
+    Raises LeanError for a name that is not in the table, or a number that is not positive.
     """
     known = table()["devices"]
     if name.lower() not in known:

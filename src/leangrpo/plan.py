@@ -21,7 +21,7 @@ from .costs import Costs, Key, Option, StepCost, Workload
 from .counting import Count, Work, count, peak_of, weight_bytes
 from .device import Device
 from .errors import LeanError
-from .gradients import BUCKET_BYTES
+from .gradients import BUCKET_BYTES, Sync
 from .layout import Layout, classic_layout, shared_layout
 from .parallel import blocks, divide
 from .planner import LeftOut, Prediction, predict
@@ -239,7 +239,7 @@ class Plan:
 
     def native(self, p: Prediction) -> float:
         """Seconds of the usual loop: the native schedule that adds gradients at every backward."""
-        sync = "step" if self.workload.ranks > 1 else "update"
+        sync: Sync = "step" if self.workload.ranks > 1 else "update"
         o = Option("native", p.option.micro_batch, p.option.checkpointing, sync)
         return predict(self.workload, self.costs, o).seconds
 

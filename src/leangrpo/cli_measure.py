@@ -1,0 +1,171 @@
+"""Commands to look before training: `check` a pipeline, `bench` schedules, `plan` for a device."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .cli_options import (
+    JsonFile,
+    Nproc,
+    Settings,
+    check_writable,
+    counts,
+    is_run,
+    launch_ranks,
+    load,
+    write_json,
+)
+from .config import bare_config
+from .cookbook import is_recipe
+from .launch import check_for
+
+app = typer.Typer()
+
+
+@app.command()
+def bench(
+    settings: Settings = None,
+    schedules: Annotated[
+        str | None,
+        typer.Option(
+            help="Which to time, in turn; ratios are to the first. On several ranks also "
+            "native:step, :group or :update (parallel.sync), and native:step:classic. Default: "
+            "native,retain,reweight, on several ranks after native:step.",
+            show_default=False,
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Updates of each schedule.")] = 5,
+    collectives: Annotated[
+        bool,
+        typer.Option("--collectives", help="Count the collectives of an update instead of timing."),
+    ] = False,
+    ledger: Annotated[
+        bool,
+        typer.Option("--ledger", help="Measure waiting gradients against the group instead."),
+    ] = False,
+    groups: Annotated[
+        str, typer.Option(metavar="N,N,...", help="With --ledger: the group sizes.")
+    ] = "4,16,64",
+    nproc: Nproc = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Time the schedules in turn in one job: sampling and backward, without reward.
+
+    Examples: leangrpo bench; torchrun --nproc-per-node 2 -m leangrpo bench --collectives
+    """
+    check_writable(json_file)
+    config = load(settings)
+    if nproc is not None:
+        check_for(config, nproc, resume=True)  # it leaves a run's folder alone
+    else:
+        from .checks import check
+
+        check(config, files=False)
+    if nproc is not None and nproc > 1:
+        flags = [f"--schedules={schedules}"] if schedules else []
+        flags += [f"--rounds={rounds}"] + ["--collectives"] * collectives
+        launch_ranks("bench", settings or [], flags, nproc, json_file)
+    names = schedules.split(",") if schedules else None
+    if ledger:
+        from .bench_memory import ledger as measure
+
+        write_json(json_file, measure(config, names, counts("--groups", groups)))
+        return
+    from .bench import bench as run
+    from .parallel import leave
+
+    result = run(config, names, rounds, collectives=collectives)
+    leave()
+    write_json(json_file, result)
+
+
+@app.command("check")
+def check_model(
+    model: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL [KEY.PATH=VALUE]...",
+            help="A folder in diffusers format, a hub id, a recipe or a YAML file; then overrides.",
+        ),
+    ],
+    tiny: Annotated[
+        bool,
+        typer.Option("--tiny", help="A random twin of two layers, from its configuration alone."),
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Say what is found in a pipeline and whether it can be trained; try one group.
+
+    Examples: leangrpo check black-forest-labs/FLUX.1-dev --tiny;
+    leangrpo check my-model model.train=lora model.dtype=bfloat16
+    """
+    check_writable(json_file)
+    source, *overrides = model
+    known = is_recipe(source) or source.endswith((".yaml", ".yml")) or is_run(source)
+    config = load(model) if known else bare_config(source, overrides)
+    from .checks import check
+
+    check(config, files=False)
+    from .inspection import inspect_pipeline
+
+    named = any(o.startswith("kernel.") for o in overrides)
+    report = inspect_pipeline(config, tiny=tiny, kernel_given=known or named)
+    write_json(json_file, report)
+    if not report["trainable"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    settings: Settings = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs, one rank on each.")] = 1,
+    device: Annotated[
+        str, typer.Option(help="a6000, a100, h100, h200, l40s or 4090, by its data sheet.")
+    ] = "a6000",
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Of one GPU, such as 48GiB; default: the device's.", show_default=False),
+    ] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="Its bfloat16 peak, dense.", show_default=False)
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="Its memory's peak, in GB/s.", show_default=False)
+    ] = None,
+    link: Annotated[
+        float | None,
+        typer.Option(help="What collectives between GPUs achieve, in GB/s.", show_default=False),
+    ] = None,
+    efficiency: Annotated[
+        float | None,
+        typer.Option(help="Share of the peak that matrix products achieve.", show_default=False),
+    ] = None,
+    reward: Annotated[float, typer.Option(min=0, help="Seconds of one sample's reward.")] = 0.0,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every option, and those left out.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Predict time and memory of every schedule on hardware that is not here, and choose.
+
+    Nothing is loaded or run: costs are counted from the model's configuration.
+
+    Examples: leangrpo plan flux1-dev --gpus 8 --memory 48GiB;
+    leangrpo plan wan21-14b --gpus 8 --device h100 model.train=full
+    """
+    check_writable(json_file)
+    config = load(settings)
+    from .checks import check
+
+    check(config, files=False)
+    from .device import device as described
+    from .plan import plan as make
+
+    facts = {"tflops": tflops, "bandwidth": bandwidth, "link": link, "efficiency": efficiency}
+    result = make(config, described(device, gpus, memory=memory, **facts), reward=reward)
+    result.show(everything=everything)
+    write_json(json_file, result.as_dict())
+    if result.choice is None:
+        raise typer.Exit(1)
