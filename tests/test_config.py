@@ -202,7 +202,8 @@ def test_later_overrides_win() -> None:
         ("{a: 1}=2", "`{a: 1}` is 2: no setting has this name. "),
         (
             "schedule=reweigth",
-            "`schedule` is 'reweigth': it must be native, retain or reweight. "
+            "`schedule` is 'reweigth': it must be auto, native, retain, reweight or "
+                "streaming. "
             "Did you mean `reweight`?",
         ),
         ("advantage.ddof=2", "`advantage.ddof` is 2: it must be 0 or 1."),

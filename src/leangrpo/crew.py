@@ -21,7 +21,7 @@ from .processes import ProcessWorker
 from .remote import RemoteReward, is_url
 from .rewards import Reward, load_reward
 from .settings import Scoring
-from .workers import Job, LostError, ThreadWorker, Worker
+from .workers import GRACE_S, Job, LostError, ThreadWorker, Worker
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class Crew:
     def close(self, *, wait: bool = True) -> None:
         """End the workers: what waits is cancelled, and with `wait` what is scored is finished.
 
-        Without, nothing is waited for, and futures of what was being scored raise RewardError.
+        Without, no call is waited for, and futures of what was being scored raise RewardError.
         """
         with self._lock:
             self._closing.set()
@@ -99,9 +99,8 @@ class Crew:
             if not wait:
                 for worker in filter(None, self._workers):
                     worker.end(kindly=False)
-        if wait:
-            for driver in self._drivers:
-                driver.join()
+        for driver in self._drivers:
+            driver.join(None if wait else GRACE_S)
 
     def _drive(self, number: int) -> None:
         while (item := self._work.get()) is not None:

@@ -20,13 +20,10 @@ from torch import Tensor
 
 from .errors import LeanError, RewardError, UnavailableError
 from .rewards import call_reward, load_reward, sharing
-from .workers import Job, LostError
+from .workers import GRACE_S, Job, LostError
 
 LONGEST = 1 << 26
 """Bytes of an answer: far more than the scores of any batch."""
-
-GRACE_S = 5.0
-"""Seconds an idle process has to end by itself."""
 
 
 class ProcessWorker:

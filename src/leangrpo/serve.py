@@ -13,6 +13,8 @@ import math
 import socket
 import socketserver
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
@@ -24,6 +26,7 @@ from .remote import TOKEN
 from .scoring import Scorer
 from .settings import Scoring
 from .wire import WireError, decode
+from .workers import GRACE_S
 
 MAX_BODY = 1 << 28
 """Bytes of a request: more than 100 pictures of 1024 x 1024 pixels."""
@@ -56,6 +59,7 @@ class RewardServer(ThreadingHTTPServer):
             remedy = f"Set {TOKEN} in the environment, here and where the trainer runs."
             raise problem("--host", host, rule, remedy)
         self.name, self.token, self.max_body = name, token, max_body
+        self._busy: set[threading.Thread] = set()
         self.scorer = Scorer(
             [(name, 1.0)], on_bad="exclude", scoring=Scoring(workers=workers, retries=0)
         )
@@ -79,10 +83,21 @@ class RewardServer(ThreadingHTTPServer):
         host = str(self.server_name)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}"
 
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a request; who does is known while it lasts."""
+        self._busy.add(threading.current_thread())
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._busy.discard(threading.current_thread())
+
     def server_close(self) -> None:
-        """Give up the address and the workers."""
+        """Give up the address and the workers; answers underway tell their clients."""
         super().server_close()
         self.scorer.close(wait=False)
+        until = time.monotonic() + GRACE_S
+        for thread in list(self._busy):
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def is_loopback(host: str) -> bool:

@@ -11,7 +11,7 @@ import base64
 import io
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from PIL import Image
 from torch import Tensor
 
 from .errors import RewardError
-from .rewards import Metadata
+
+if TYPE_CHECKING:
+    from .rewards import Metadata
 
 IMAGE = "image/png"
 """The one key of what stands for a picture in the metadata."""

@@ -20,6 +20,9 @@ from .rewards import Metadata, Readings, Reward, call_reward, sharing
 
 _numbers = count()
 
+GRACE_S = 5.0
+"""Seconds that what is idle has to end by itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -56,9 +59,10 @@ class ThreadWorker:
         self._calls: SimpleQueue[tuple[str, Job] | None] = SimpleQueue()
         self._answers: SimpleQueue[Tensor | BaseException] = SimpleQueue()
         queues = self._calls, self._answers
-        threading.Thread(
+        self._thread = threading.Thread(
             target=_work, args=(dict(rewards), *queues), daemon=True, name="reward"
-        ).start()
+        )
+        self._thread.start()
 
     def wait(self) -> None:
         """They are."""
@@ -77,7 +81,9 @@ class ThreadWorker:
     def end(self, *, kindly: bool) -> None:
         """Let the thread end when its call returns, if it ever does."""
         self._calls.put(None)
-        if not kindly:
+        if kindly:  # inside torch at the interpreter's end, a thread would abort the process
+            self._thread.join(GRACE_S)
+        else:
             self._answers.put(LostError("scoring was ended"))
 
 
