@@ -266,7 +266,7 @@ FREE: dict[str, Any] = {
         *("run", "checkpoint", "updates", "recipe", "description"),
         *("schedule", "parallel", "memory", "scoring"),
     )
-} | {"rollout": {"ahead"}}
+} | {"rollout": {"ahead", "micro_batch"}, "model": {"activation_checkpointing"}}
 """Branches of the settings that may change when a run is resumed."""
 
 
@@ -287,7 +287,8 @@ def config_hash(config: Config) -> str:
     """Sha256 of the settings that determine the numbers.
 
     Left out: `run`, `checkpoint`, `updates`, `recipe`, `description`, and what changes rounding at
-    most: `schedule`, `parallel`, `memory`, `scoring` and `rollout.ahead`.
+    most: `schedule`, `parallel`, `memory`, `scoring`, `rollout.ahead`, `rollout.micro_batch` and
+    `model.activation_checkpointing`.
     """
     tree = config.model_dump(mode="json", exclude=FREE)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()

@@ -17,6 +17,9 @@ import torch
 
 MARK = "leangrpo::mark"
 
+ON_A_CPU = "DefaultCPUAllocator"
+"""What torch's CPU allocator calls itself, in a plain RuntimeError."""
+
 
 @dataclass(slots=True)
 class Phase:
@@ -118,3 +121,8 @@ def storages(tensors: Any) -> dict[int, int]:
         if storage.nbytes():
             found[storage.data_ptr()] = storage.nbytes()
     return found
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocator found no room, on an accelerator or a CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or ON_A_CPU in str(error)

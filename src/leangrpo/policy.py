@@ -23,6 +23,7 @@ from .errors import LeanError, problem
 from .guard import Guard
 from .hook import DenoiserHook
 from .kernels import Kernel, kl_to_reference, make_kernel
+from .memory import is_out_of_memory
 from .noise import INITIAL, normal
 from .pipeline import (
     Sampling,
@@ -457,7 +458,7 @@ class Policy:
         except Finished:
             return None
         except (ValueError, TypeError, IndexError, AssertionError, RuntimeError) as error:
-            if isinstance(error, (LeanError, torch.OutOfMemoryError)) or len(prompts) < 2:
+            if isinstance(error, LeanError) or is_out_of_memory(error) or len(prompts) < 2:
                 raise
             raise LeanError(
                 f"{type(self.pipe).__name__} cannot be called with {len(prompts)} prompts at once "

@@ -215,6 +215,10 @@ class RunRecord:
         """Say what an update will do."""
         self._say(f"plan: {text}")
 
+    def settings(self, config: str) -> None:
+        """What the run goes on with, from now on."""
+        replace_file(self.folder / CONFIG, config)
+
     def choice(self, text: str, table: Mapping[str, Any]) -> None:
         """Say which schedule was chosen and from what; the whole table goes to plan.json."""
         replace_file(self.folder / PLAN, f"{json.dumps(table, indent=1)}\n")
@@ -245,6 +249,9 @@ class Onlooker:
         """Nothing."""
 
     def plan(self, text: str) -> None:
+        """Nothing."""
+
+    def settings(self, config: str) -> None:
         """Nothing."""
 
     def choice(self, text: str, table: Mapping[str, Any]) -> None:

@@ -57,6 +57,7 @@ class Setup:
     world: World
     layout: Layout
     policy: Policy
+    gradients: Gradients
     schedule: Schedule
     later: Schedule
     optimizer: torch.optim.Optimizer
@@ -199,6 +200,7 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         world=world,
         layout=layout,
         policy=policy,
+        gradients=gradients,
         schedule=make_schedule(config, policy, watch, gradients),
         later=make_schedule(again, policy, watch, gradients),
         optimizer=optimizer,

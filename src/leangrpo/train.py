@@ -20,6 +20,7 @@ from .config import Config, config_hash
 from .data import Transition
 from .errors import LeanError
 from .evaluation import evaluate
+from .fallback import until_it_fits
 from .interrupt import stop_requests
 from .parallel import whole
 from .report import Onlooker
@@ -65,7 +66,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
             if _is_due(s, done):  # also one that a failure has left out
                 _evaluate(s, done)
             while done < config.updates and not world.any(interrupted.is_set()):
-                line = one_update(s, done)
+                line = until_it_fits(one_update, s, done)
                 record.metrics(line)
                 done += 1
                 s.whole = True
@@ -86,7 +87,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
         record.failed(error, checkpoints.published)
         raise
     summary = {
-        "schedule": config.schedule,
+        "schedule": s.config.schedule,
         "seed": config.seed,
         "updates": done,
         "seconds": time.perf_counter() - began,

@@ -246,6 +246,10 @@ class Critic:
         if t.weight:
             self._waiting.append((t.keys, t.step, features, text))
 
+    def forget(self) -> None:
+        """Drop what was kept of an update that is to be repeated."""
+        self._waiting = []
+
     def after(self, rewards: Tensor) -> float | None:
         """Learn from the update that was sampled; a collective of all ranks.
 
