@@ -39,6 +39,9 @@ from leangrpo.runfolder import read_run
 from leangrpo.schedules import Native, Retain
 from leangrpo.train import train
 
+# torch hides this warning of its own tracing where it is shown, not where it is made an error
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
 KEY = [SampleKey(0, 0, 0)]
 
 
@@ -89,7 +92,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, backend: str, case: tuple[Any, ...]
 
 
 def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
-    return exactness.distance(a["gradient"], b["gradient"])
+    return exactness.relative(a["gradient"], b["gradient"])
 
 
 def check(found: dict[str, Any], reweight: float, eager: float) -> None:
@@ -221,11 +224,11 @@ def test_which_blocks() -> None:
 def test_a_reference_copy_and_switched_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The KL of compiled blocks is that of the plain ones, to rounding: it is a square of a mean's
     difference, itself a few percent of the mean, so 1e-4 is 1e3 times 6e-8 over some 0.05."""
-    for train in ("full", "lora"):
+    for what in ("full", "lora"):
         values = []
         for compiled in (False, True):
-            policy = make_policy(train=train, copied=train == "full")
-            if train == "full":
+            policy = make_policy(train=what, copied=what == "full")
+            if what == "full":
                 with torch.no_grad():
                     policy.parameters[0].mul_(1.5)
             if compiled:
@@ -252,7 +255,7 @@ def test_a_graph_differentiated_twice() -> None:
         schedule.advantages({KEY[0]: 0.7})
         schedule.finish()
         found.append({k: p.grad for k, p in policy.named_parameters()})
-    assert exactness.distance(found[1], found[0]) <= 5e-6
+    assert exactness.relative(found[1], found[0]) <= 5e-6
 
 
 def test_checkpointed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,12 +327,13 @@ def test_no_blocks() -> None:
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Said before a model is loaded."""
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    torch._inductor.cpp_builder.cpp_compiler_search.cache_clear()
     monkeypatch.setattr(setup, "load_pipeline", lambda *_, **__: pytest.fail("a model is loaded"))
-    with pytest.raises(LeanError, match=r"C\+\+ compiler.*Install g\+\+.*model.compile=false"):
-        setup.make_policy(load_config("embedded", ["model.compile=true"]), torch.device("cpu"))
-    torch._inductor.cpp_builder.cpp_compiler_search.cache_clear()
+    config = load_config("embedded", ["model.compile=true"])
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(LeanError, match=r"C\+\+ compiler.*Install g\+\+.*model.compile=false"),
+    ):
+        setup.make_policy(config, torch.device("cpu"))
     monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: False)
     with pytest.raises(LeanError, match=r"Triton on cuda.*model.compile=false"):
         require_compiler(torch.device("cuda"))
