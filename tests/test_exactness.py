@@ -102,6 +102,7 @@ def update(kind: type, name: str, train: str, dtype: torch.dtype, **options: Any
             grad=schedule.needs_graph, decode=False, on_transition=take, capture=schedule.capture,
         )  # fmt: skip
         latents.append(rollout.latents)
+    schedule.rewards({k: [a] for k, a in zip(keys, ADVANTAGES, strict=True)})  # for streaming
     schedule.advantages(dict(zip(keys, ADVANTAGES, strict=True)))
     statistics = schedule.finish()
     gradient = {k: None if p.grad is None else p.grad.clone() for k, p in policy.named_parameters()}
