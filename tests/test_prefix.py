@@ -9,6 +9,7 @@ of at most four steps.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import tiny
 import torch
 
+from leangrpo import setup
+from leangrpo.compiling import compile_blocks
 from leangrpo.config import Config, load_config
 from leangrpo.data import Rollout, SampleKey
 from leangrpo.policy import Policy, Sampling
@@ -119,6 +122,7 @@ def settings(folder: Path, run: Path, *overrides: str) -> Config:
             "rollout={prompts: 4, generations: 3, micro_batch: 1, initial_noise: group}",
             "selection={rule: window, size: 2, outside: deterministic}",
             "rewards=[{name: 'conformance:brightness'}]",
+            "updates=1",
             f"run.dir={run}",
             *overrides,
         ],
@@ -126,9 +130,10 @@ def settings(folder: Path, run: Path, *overrides: str) -> Config:
 
 
 def update(config: Config) -> dict[str, Any]:
-    """Calls, pictures, gradient and window starts of an update."""
+    """Calls, encodings, pictures, gradient and window starts of an update."""
     s = set_up(config, quiet=True)
     calls: list[int] = []
+    encoded: list[int] = []
     gradients: list[torch.Tensor] = []
     pictures: dict[SampleKey, torch.Tensor] = {}
     original = s.policy.sample
@@ -143,12 +148,22 @@ def update(config: Config) -> dict[str, Any]:
 
     s.policy.sample = watched  # type: ignore[method-assign]
     s.policy.denoisers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    s.policy.pipe.text_encoder.register_forward_pre_hook(lambda *_: encoded.append(1))
     s.optimizer.register_step_pre_hook(look)
+    updates: list[tuple[int, int]] = []
     with s.scorer, s.judge:
-        one_update(s, 0)
+        for number in range(config.updates):
+            one_update(s, number)
+            updates.append((len(calls), len(encoded)))
     s.record.close()
     starts = [s.select(0, p).selected[0] for p in range(config.rollout.prompts)]
-    return {"calls": len(calls), "pictures": pictures, "gradients": gradients, "starts": starts}
+    return {
+        "calls": len(calls),
+        "updates": updates,
+        "pictures": pictures,
+        "gradients": gradients,
+        "starts": starts,
+    }
 
 
 @pytest.mark.parametrize("schedule", ["native", "retain", "reweight"])
@@ -179,3 +194,40 @@ def test_parts_share_their_own_prefixes(folder: Path, tmp_path: Path) -> None:
     assert alone["calls"] - together["calls"] == saved > 0
     for key, picture in alone["pictures"].items():
         assert torch.equal(picture, together["pictures"][key]), key
+
+
+MORE = {
+    "streaming": ["schedule=streaming"],
+    "streaming, one ahead": ["schedule=streaming", "rollout.ahead=1"],
+    "retain, one ahead": ["schedule=retain", "rollout.ahead=1"],
+    "native, compiled": ["schedule=native", "model.compile=true"],
+    "reweight, compiled": ["schedule=reweight", "model.compile=true"],
+}
+
+
+@pytest.mark.parametrize("how", MORE)
+def test_what_is_computed_once(
+    how: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four prompts are encoded in the first update, and never again, whatever samples them; the
+    steps before a group's window run once for its three generations.
+
+    A compiled block changes nothing of it: the backend "eager" traces it and runs it as it is.
+    """
+    monkeypatch.setattr(setup, "compile_blocks", partial(compile_blocks, backend="eager"))
+    done = update(
+        settings(
+            folder,
+            tmp_path / "run",
+            "selection.per=group",
+            "rollout.share_prefix=true",
+            "updates=2",
+            "seed=1",
+            *MORE[how],
+        )
+    )
+    replays = 4 * 3 * 2 if "native" in how else 0
+    assert any(done["starts"])
+    calls, encoded = zip(*done["updates"], strict=True)
+    assert calls[0] == sum(s + 3 * (6 - s) for s in done["starts"]) + replays
+    assert encoded == (4, 4)
