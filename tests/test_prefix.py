@@ -205,7 +205,12 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("how", MORE)
+# torch hides this warning of its own tracing where it is shown, not where it is made an error
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(n, marks=[pytest.mark.slow] if n == "native, compiled" else []) for n in MORE],
+)
 def test_what_is_computed_once(
     how: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
