@@ -113,7 +113,8 @@ class Model(Settings):
     )
 
     compile: bool = Field(
-        False, description="torch.compile the denoiser's repeated blocks: a slow start, then faster"
+        False,
+        description="torch.compile the denoiser's repeated blocks: a slow start; measure the gain",
     )
 
     @property
