@@ -101,7 +101,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("command", "named"),
     [
-        ("", "--version --help train evaluate sample export bench recipes"),
+        ("", "--version --help train evaluate sample export bench plan check serve-reward recipes"),
         ("train", "RECIPE|YAML|RUN KEY.PATH=VALUE --resume --quiet -q --json --help"),
         ("evaluate", "RUN --update --ema --no-ema --json"),
         ("sample", "RUN --prompt -p --out -o --num --seed --update --ema --no-ema --json"),
@@ -284,6 +284,14 @@ def test_a_run_as_the_source_of_another(run: Path, tmp_path: Path) -> None:
     assert contents(run) == before
     first, other = read_run(run), read_run(tmp_path / "other")
     assert [line["rewards"] for line in other.metrics] == [first.metrics[0]["rewards"]]
+
+
+def test_bench_of_the_ledger(tmp_path: Path) -> None:
+    options = ["--ledger", "--groups", "2,4", "--json", tmp_path / "ledger.json"]
+    ended = leangrpo("bench", *SMALL, *options)
+    assert ended.code == 0
+    assert "streaming" in ended.out
+    assert read_json(tmp_path / "ledger.json")
 
 
 def test_bench(tmp_path: Path) -> None:

@@ -309,6 +309,26 @@ def test_unreadable_sources(tmp_path: Path) -> None:
             "is 3. Nearest: 3 generations, or a micro-batch of 2.",
         ),
         (
+            "schedule=streaming advantage.best_of=4 advantage.clip=null",
+            "`advantage.best_of` is 4: schedule streaming forgets the gradients it would have to "
+            "leave out. Set it to null, or schedule=reweight.",
+        ),
+        (
+            "schedule=streaming advantage.baseline=history advantage.clip=null",
+            "`advantage.baseline` is 'history': schedule streaming needs statistics of the "
+            "update's own rewards. Take prompt or global, or schedule=reweight.",
+        ),
+        (
+            "schedule=streaming rollout={generations: 32, micro_batch: 1} advantage.clip=5",
+            "`advantage.clip` is 5.0: an advantage can be as large as 5.57, and schedule "
+            "streaming cannot clip it. Set it to null, or schedule=reweight.",
+        ),
+        (
+            "schedule=streaming advantage.std=none advantage.clip=5",
+            "`advantage.clip` is 5.0: an advantage can have any size, and schedule streaming "
+            "cannot clip it. Set it to null, or schedule=reweight.",
+        ),
+        (
             "selection.rule=list",
             "`selection.steps` is None: rule list needs at least one step.",
         ),
