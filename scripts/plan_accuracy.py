@@ -1,0 +1,272 @@
+"""How good the predictions behind `schedule: auto` are: each option predicted, run and compared.
+
+    python scripts/plan_accuracy.py [--quick] [--only NAME]
+
+Workloads: adapters or all weights, a small or a large group, one trained step or most of them, and
+two resolutions, in such a half of the combinations that every pair of values occurs; and the
+embedded recipe with its OCR. For each, `auto` probes and chooses, before the measurements and once
+more after them (costs are the means of both: a machine that others use slows down and
+speeds up). Then every option is run in turn, A B C A B C, as training runs it; seconds are medians.
+Peak memory is that of an update of its own: the tensors that exist before it, found by the garbage
+collector, and what the allocator was asked for during it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent))
+import make_bench_model
+
+logging.disable()  # of what transformers would like to be installed
+from leangrpo.auto import Auto
+from leangrpo.choice import Choice, choose, configured
+from leangrpo.config import Config, load_config
+from leangrpo.costs import Costs, Key, Option, StepCost
+from leangrpo.memory import peak_memory, storages
+from leangrpo.planner import Prediction, predict
+from leangrpo.probe import set_checkpointing
+from leangrpo.setup import Setup, make_layout, make_schedule, set_up
+from leangrpo.train import one_update
+
+SCHEDULES = ("native", "retain", "reweight", "streaming")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload: its name and settings, and the micro-batches that are measured."""
+
+    name: str
+    settings: tuple[str, ...]
+    micro: tuple[int, ...]
+    recipe: str | None = None
+
+
+def cases(model: Path) -> list[Case]:
+    """A half fraction of train x group x window x resolution, and the embedded recipe."""
+    made = []
+    for number in range(8):
+        full, large, long = number & 4, number & 2, number & 1
+        high = bool(full) ^ bool(large) ^ bool(long)
+        size = 64 if high else 32
+        made.append(
+            Case(
+                f"{'full' if full else 'lora'}, group of {8 if large else 4}, "
+                f"{4 if long else 1} of 5 steps, {size} x {size}",
+                (
+                    f"model.pipeline={model}",
+                    "model.dtype=float32",
+                    f"model.train={'full' if full else 'lora'}",
+                    f"sampling.height={size}",
+                    f"sampling.width={size}",
+                    "sampling.steps=5",
+                    "sampling.guidance=1.0",
+                    "sampling.call={max_sequence_length: 16}",
+                    "selection.rule=list",
+                    f"selection.steps={[0, 1, 2, 3] if long else [1]}",
+                    f"rollout.generations={8 if large else 4}",
+                    "rewards=[{name: jpeg_compressibility, weight: 1.0}]",
+                ),
+                (1, 4, 8) if large else (1, 4),
+            )
+        )
+    made.append(Case("embedded, full, group of 12, OCR", ("rollout.generations=12",), (1, 12), "embedded"))
+    return made
+
+
+def settings(case: Case, folder: Path) -> Config:
+    """The run's settings, with `auto`."""
+    return load_config(
+        case.recipe or "embedded",
+        [
+            "schedule=auto",
+            "advantage.clip=null",
+            "rollout.prompts=2",
+            "rollout.ahead=1",
+            "rollout.micro_batch=1",
+            "run.threads=1",
+            *case.settings,
+            f"run.dir={folder}",
+        ],
+    )
+
+
+@dataclass
+class Measured:
+    """What an option took."""
+
+    option: Option
+    seconds: list[float]
+    peak: int = 0
+
+
+class Bench:
+    """A run that is never finished: its updates under any option."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.s = set_up(config, quiet=True)
+        self.gradients: Any = self.s.schedule.gradients  # type: ignore[attr-defined]
+
+    def probe(self) -> Choice:
+        s = self.s
+        auto = Auto(
+            self.config, s.policy, self.gradients, s.world, s.layout, s.optimizer, s.scorer,
+            s.examples[0],
+        )
+        return auto.decide()
+
+    def under(self, option: Option) -> Setup:
+        s, config = self.s, configured(self.config, option)
+        set_checkpointing(s.policy, option.checkpointing)
+        schedule = make_schedule(config, s.policy, s.watch, self.gradients)
+        layout = make_layout(config, s.world)
+        return replace(s, config=config, schedule=schedule, layout=layout)
+
+    def update(self, option: Option, number: int) -> float:
+        s = self.under(option)
+        began = time.perf_counter()
+        one_update(s, number)
+        return time.perf_counter() - began
+
+    def peak(self, option: Option, number: int) -> int:
+        s = self.under(option)
+        gc.collect()
+        before = sum(storages(o for o in gc.get_objects() if isinstance(o, torch.Tensor)).values())
+        with peak_memory(s.device) as trace:
+            one_update(s, number)
+        return before + trace.peak
+
+
+def means(one: Any, other: Any) -> Any:
+    """Of every number of two costs."""
+    found = {}
+    for field in fields(one):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(a, int | float):
+            found[field.name] = type(a)((a + b) / 2)
+    return replace(one, **found)
+
+
+def between(one: Costs, other: Costs) -> Costs:
+    """The costs that both probes know, and the means of them."""
+    both = [key for key in one.steps if key in other.steps]
+    found: Costs = means(one, other)
+    steps: dict[Key, StepCost] = {k: means(one.steps[k], other.steps[k]) for k in both}
+    return replace(found, steps=steps)
+
+
+def measure(case: Case, folder: Path, rounds: int) -> tuple[list[tuple[Prediction, Measured]], Choice]:
+    """Predictions and measurements of a workload's options, and what was chosen."""
+    bench = Bench(settings(case, folder))
+    try:
+        first = bench.s.choice
+        assert first is not None
+        wanted = [Option(name, m) for name in SCHEDULES for m in case.micro]
+        wanted = [o for o in wanted if Key.of(o) in first.costs.steps]
+        if first.chosen.option not in wanted:
+            wanted.append(first.chosen.option)
+        done = [Measured(option, []) for option in wanted]
+        for turn in range(rounds + 1):
+            for one in done:
+                seconds = bench.update(one.option, turn)
+                if turn:
+                    one.seconds.append(seconds)
+        for one in done:
+            one.peak = bench.peak(one.option, rounds + 1)
+        costs = between(first.costs, bench.probe().costs)
+        known = [p.option for p in first.fits if Key.of(p.option) in costs.steps]
+        options = list(dict.fromkeys([*known, *wanted]))
+        options = [o for o in options if Key.of(o) in costs.steps]
+        choice = choose(first.workload, costs, options)
+        if choice.chosen.option not in wanted:
+            extra = Measured(choice.chosen.option, [])
+            done.append(extra)
+            for turn in range(rounds + 1):
+                extra.seconds.append(bench.update(extra.option, turn))
+            extra.peak = bench.peak(extra.option, rounds + 1)
+        return [
+            (predict(first.workload, costs, one.option), one)
+            for one in done
+            if Key.of(one.option) in costs.steps
+        ], choice
+    finally:
+        bench.s.scorer.close()
+
+
+def show(
+    console: Console, case: Case, pairs: Sequence[tuple[Prediction, Measured]], choice: Choice
+) -> tuple[float, float, float]:
+    """Print a workload's table; the worst errors, and what the choice loses to the best."""
+    table = Table(title=case.name, title_justify="left")
+    table.add_column("option", no_wrap=True)
+    for column in ("s, predicted", "measured", "off", "MiB, predicted", "measured", "off"):
+        table.add_column(column, justify="right")
+    medians = {m.option: statistics.median(m.seconds) for _, m in pairs}
+    times, peaks = [], []
+    for p, m in sorted(pairs, key=lambda pair: medians[pair[1].option]):
+        seconds = medians[m.option]
+        times.append(p.seconds / seconds - 1)
+        peaks.append(p.peak_bytes / m.peak - 1)
+        mark = " *" if m.option == choice.chosen.option else ""
+        table.add_row(
+            m.option.name + mark,
+            f"{p.seconds:.3f}",
+            f"{seconds:.3f}",
+            f"{times[-1]:+.1%}",
+            f"{p.peak_bytes / 2**20:.1f}",
+            f"{m.peak / 2**20:.1f}",
+            f"{peaks[-1]:+.1%}",
+        )
+    console.print(table)
+    loss = medians[choice.chosen.option] / min(medians.values()) - 1
+    worst = max(map(abs, times)), max(map(abs, peaks))
+    console.print(
+        f"worst: seconds {worst[0]:.1%}, peak {worst[1]:.1%}; "
+        f"chosen (*): {loss:.1%} slower than the fastest\n"
+    )
+    return *worst, loss
+
+
+def main(quick: bool, only: str | None) -> None:
+    console = Console(width=110)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_bench_model.main(folder / "model", layers=3, heads=3)
+        chosen = cases(folder / "model")
+        if only is not None:
+            chosen = [one for one in chosen if only in one.name]
+        elif quick:
+            chosen = [chosen[1], chosen[6]]
+        found = []
+        for number, case in enumerate(chosen):
+            pairs, choice = measure(case, folder / f"run{number}", 2 if quick else 3)
+            found.append(show(console, case, pairs, choice))
+    seconds, peak, loss = (max(column) for column in zip(*found, strict=True))
+    console.print(
+        f"{len(found)} workloads in {time.perf_counter() - began:.0f} s; worst of all: "
+        f"seconds {seconds:.1%}, peak {peak:.1%}, chosen {loss:.1%} slower than the fastest"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two workloads, two rounds")
+    parser.add_argument("--only", help="those with this in their name")
+    args = parser.parse_args()
+    main(args.quick, args.only)
