@@ -4,11 +4,14 @@
 
 Workloads: adapters or all weights, a small or a large group, one trained step or most of them, and
 two resolutions, in such a half of the combinations that every pair of values occurs; and the
-embedded recipe with its OCR. For each, `auto` probes and chooses, before the measurements and once
-more after them (costs are the means of both: a machine that others use slows down and
-speeds up). Then every option is run in turn, A B C A B C, as training runs it; seconds are medians.
+embedded recipe with its OCR. For each, `auto` probes and chooses, before the measurements, in
+their middle and after them (costs are the medians: a machine slows down and speeds up). Every
+option is run in turn, A B C A B C, as training runs it; seconds are medians of the rounds.
 Peak memory is that of an update of its own: the tensors that exist before it, found by the garbage
 collector, and what the allocator was asked for during it.
+
+With `--processor-time` all clocks, the probe's too, are the processor time of this process: on one
+core (`taskset -c 0`), it is what the seconds would be if nobody else used it.
 """
 
 from __future__ import annotations
@@ -65,26 +68,28 @@ def cases(model: Path) -> list[Case]:
         size = 64 if high else 32
         made.append(
             Case(
-                f"{'full' if full else 'lora'}, group of {8 if large else 4}, "
-                f"{4 if long else 1} of 5 steps, {size} x {size}",
+                f"{'full' if full else 'lora'}, group of {6 if large else 3}, "
+                f"{3 if long else 1} of 4 steps, {size} x {size}",
                 (
                     f"model.pipeline={model}",
                     "model.dtype=float32",
                     f"model.train={'full' if full else 'lora'}",
                     f"sampling.height={size}",
                     f"sampling.width={size}",
-                    "sampling.steps=5",
+                    "sampling.steps=4",
                     "sampling.guidance=1.0",
                     "sampling.call={max_sequence_length: 16}",
                     "selection.rule=list",
-                    f"selection.steps={[0, 1, 2, 3] if long else [1]}",
-                    f"rollout.generations={8 if large else 4}",
+                    f"selection.steps={[0, 1, 2] if long else [1]}",
+                    f"rollout.generations={6 if large else 3}",
                     "rewards=[{name: jpeg_compressibility, weight: 1.0}]",
                 ),
-                (1, 4, 8) if large else (1, 4),
+                (1, 3, 6) if large else (1, 3),
             )
         )
-    made.append(Case("embedded, full, group of 12, OCR", ("rollout.generations=12",), (1, 12), "embedded"))
+    made.append(
+        Case("embedded, full, group of 6, OCR", ("rollout.generations=6",), (1, 6), "embedded")
+    )
     return made
 
 
@@ -125,7 +130,13 @@ class Bench:
     def probe(self) -> Choice:
         s = self.s
         auto = Auto(
-            self.config, s.policy, self.gradients, s.world, s.layout, s.optimizer, s.scorer,
+            self.config,
+            s.policy,
+            self.gradients,
+            s.world,
+            s.layout,
+            s.optimizer,
+            s.scorer,
             s.examples[0],
         )
         return auto.decide()
@@ -152,58 +163,59 @@ class Bench:
         return before + trace.peak
 
 
-def means(one: Any, other: Any) -> Any:
-    """Of every number of two costs."""
+def medians(some: Sequence[Any]) -> Any:
+    """Of every number of several costs."""
     found = {}
-    for field in fields(one):
-        a, b = getattr(one, field.name), getattr(other, field.name)
-        if isinstance(a, int | float):
-            found[field.name] = type(a)((a + b) / 2)
-    return replace(one, **found)
+    for field in fields(some[0]):
+        values = [getattr(one, field.name) for one in some]
+        if all(isinstance(value, int | float) for value in values):
+            found[field.name] = type(values[0])(statistics.median(values))
+    return replace(some[0], **found)
 
 
-def between(one: Costs, other: Costs) -> Costs:
-    """The costs that both probes know, and the means of them."""
-    both = [key for key in one.steps if key in other.steps]
-    found: Costs = means(one, other)
-    steps: dict[Key, StepCost] = {k: means(one.steps[k], other.steps[k]) for k in both}
+def between(some: Sequence[Costs]) -> Costs:
+    """The costs that all probes know, and the medians of them."""
+    known = [key for key in some[0].steps if all(key in one.steps for one in some)]
+    found: Costs = medians(some)
+    steps: dict[Key, StepCost] = {k: medians([one.steps[k] for one in some]) for k in known}
     return replace(found, steps=steps)
 
 
-def measure(case: Case, folder: Path, rounds: int) -> tuple[list[tuple[Prediction, Measured]], Choice]:
+def measure(
+    case: Case, folder: Path, rounds: int
+) -> tuple[list[tuple[Prediction, Measured]], Choice]:
     """Predictions and measurements of a workload's options, and what was chosen."""
     bench = Bench(settings(case, folder))
     try:
         first = bench.s.choice
         assert first is not None
-        wanted = [Option(name, m) for name in SCHEDULES for m in case.micro]
-        wanted = [o for o in wanted if Key.of(o) in first.costs.steps]
-        if first.chosen.option not in wanted:
-            wanted.append(first.chosen.option)
-        done = [Measured(option, []) for option in wanted]
-        for turn in range(rounds + 1):
-            for one in done:
-                seconds = bench.update(one.option, turn)
-                if turn:
+        done = [Measured(Option(name, m), []) for name in SCHEDULES for m in case.micro]
+        done = [one for one in done if Key.of(one.option) in first.costs.steps]
+        probed = [first.costs]
+
+        def turn(some: list[Measured], number: int) -> None:
+            for one in some:
+                seconds = bench.update(one.option, number)
+                if number:  # the first one warms up
                     one.seconds.append(seconds)
+
+        for number in range(rounds + 1):
+            turn(done, number)
+            if number in (rounds // 2, rounds):
+                probed.append(bench.probe().costs)
+        costs = between(probed)
+        known = [p.option for p in first.fits if Key.of(p.option) in costs.steps]
+        choice = choose(first.workload, costs, known)
+        if choice.chosen.option not in [one.option for one in done]:
+            done.append(Measured(choice.chosen.option, []))
+            for number in range(
+                rounds + 1
+            ):  # beside the others again: the machine may have changed
+                turn(done, number)
         for one in done:
             one.peak = bench.peak(one.option, rounds + 1)
-        costs = between(first.costs, bench.probe().costs)
-        known = [p.option for p in first.fits if Key.of(p.option) in costs.steps]
-        options = list(dict.fromkeys([*known, *wanted]))
-        options = [o for o in options if Key.of(o) in costs.steps]
-        choice = choose(first.workload, costs, options)
-        if choice.chosen.option not in wanted:
-            extra = Measured(choice.chosen.option, [])
-            done.append(extra)
-            for turn in range(rounds + 1):
-                extra.seconds.append(bench.update(extra.option, turn))
-            extra.peak = bench.peak(extra.option, rounds + 1)
-        return [
-            (predict(first.workload, costs, one.option), one)
-            for one in done
-            if Key.of(one.option) in costs.steps
-        ], choice
+        done = [one for one in done if Key.of(one.option) in costs.steps]
+        return [(predict(first.workload, costs, one.option), one) for one in done], choice
     finally:
         bench.s.scorer.close()
 
@@ -216,10 +228,10 @@ def show(
     table.add_column("option", no_wrap=True)
     for column in ("s, predicted", "measured", "off", "MiB, predicted", "measured", "off"):
         table.add_column(column, justify="right")
-    medians = {m.option: statistics.median(m.seconds) for _, m in pairs}
+    took = {m.option: statistics.median(m.seconds) for _, m in pairs}
     times, peaks = [], []
-    for p, m in sorted(pairs, key=lambda pair: medians[pair[1].option]):
-        seconds = medians[m.option]
+    for p, m in sorted(pairs, key=lambda pair: took[pair[1].option]):
+        seconds = took[m.option]
         times.append(p.seconds / seconds - 1)
         peaks.append(p.peak_bytes / m.peak - 1)
         mark = " *" if m.option == choice.chosen.option else ""
@@ -233,7 +245,7 @@ def show(
             f"{peaks[-1]:+.1%}",
         )
     console.print(table)
-    loss = medians[choice.chosen.option] / min(medians.values()) - 1
+    loss = took[choice.chosen.option] / min(took.values()) - 1
     worst = max(map(abs, times)), max(map(abs, peaks))
     console.print(
         f"worst: seconds {worst[0]:.1%}, peak {worst[1]:.1%}; "
@@ -247,7 +259,7 @@ def main(quick: bool, only: str | None) -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_bench_model.main(folder / "model", layers=3, heads=3)
+        make_bench_model.main(folder / "model", layers=3, heads=2)
         chosen = cases(folder / "model")
         if only is not None:
             chosen = [one for one in chosen if only in one.name]
@@ -267,6 +279,9 @@ def main(quick: bool, only: str | None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two workloads, two rounds")
+    parser.add_argument("--processor-time", action="store_true", help="of a core that others use")
     parser.add_argument("--only", help="those with this in their name")
     args = parser.parse_args()
+    if args.processor_time:
+        time.perf_counter = time.process_time
     main(args.quick, args.only)

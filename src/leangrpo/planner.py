@@ -316,12 +316,16 @@ class _Update:
             less = c.gradient - whole
             self.reach(graph + cost.backward_first_peak - less, "the first backward")
             self.accumulating = True
-            self.hold(whole, "the gradient")
+            self.held += whole
+            gone = 0 if replayed else cost.kept  # the graph that has just been used
+            self.reach(-gone, "the gradient")
             if self.w.selected <= 1:
                 return
+            self.reach(graph + cost.backward_peak - gone, "a backward")
+        else:
+            self.reach(graph + cost.backward_peak, "a backward")
         if replayed:
             self.reach(cost.forward_grad_peak, "a forward with gradients")
-        self.reach(graph + cost.backward_peak, "a backward")
 
     @property
     def _accumulated(self) -> int:

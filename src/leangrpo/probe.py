@@ -133,11 +133,11 @@ class Probe:
         return taken
 
     def differentiated(
-        self, m: int, mark: Mark, *, per_sample: bool, left: list[Samples] | None = None
+        self, m: int, mark: Mark, *, per_sample: bool, left: list[Left] | None = None
     ) -> None:
         """Steps with gradients, each followed by its backward.
 
-        What is `left` of the batch is handed over, if that is asked for.
+        What the first of them has `left` of the batch is noted, if that is asked for.
         """
         gradients = self.gradients
         schedule = None
@@ -151,6 +151,8 @@ class Probe:
             mark(f"backward {t.step}")
             if schedule is not None:
                 schedule.transition(t)
+                if left is not None and not left:
+                    left += [one for s in schedule._ledger.batches.values() for one in kept_of(s)]
             else:
                 gradients.before(idle=False)
                 torch.autograd.backward([t.log_prob], [torch.full_like(t.log_prob, 1e-3)])
@@ -165,18 +167,16 @@ class Probe:
             else:
                 with schedule.sampling():
                     self._walk(tape, mark, capture=capture)
-                self._fold(schedule, mark, left)
+                self._fold(schedule, mark)
         finally:
             self._forget()
 
-    def _fold(self, schedule: Reweight, mark: Mark, left: list[Samples] | None) -> None:
+    def _fold(self, schedule: Reweight, mark: Mark) -> None:
         """Add a batch's gradients to a sum that is there."""
         ledger = schedule._ledger
         for i in range(len(self.policy.parameters)):
             ledger._sum(i)
         batches = list(ledger.batches.values())
-        if left is not None:
-            left += batches
         for samples in batches:
             mark("fold")
             samples.fold(torch.ones(samples.num, dtype=torch.float64), ledger._sum)
@@ -201,7 +201,7 @@ class Probe:
             self.differentiated(m, mark, per_sample=per_sample)
 
         began = time.perf_counter()
-        left: list[Samples] = []
+        left: list[Left] = []
         # warms up, and finds out what cannot be done
         self.differentiated(m, lambda name: None, per_sample=per_sample, left=left)
         transitions = self.plain(m, lambda name: None)
@@ -220,14 +220,10 @@ class Probe:
         decode, decode_peak = self._decode(m, 1 if slow else REPEATS)
         batch: dict[str, Any] = {}
         if left:
-            here = waiting_bytes(left[0], len(self.steps), len(self.steps))
-            whole, before = (
-                waiting_bytes(left[0], len(self.steps), n)
-                for n in (self.selected, max(0.0, self.selected - 1))
-            )
-            fold = _median(with_grad, "fold") * whole / max(1, here)
+            whole, before = (waiting_bytes(left, n) for n in (self.selected, self.selected - 1))
+            share = whole / max(1, waiting_bytes(left, len(self.steps)))
+            fold = _median(with_grad, "fold") * share
             batch = {"waiting": whole, "waiting_before": before, "fold": fold}
-        del left
         return StepCost(
             forward=statistics.median(forwards),
             forward_grad=_median(with_grad, f"step {last}") + _median(with_grad, f"rest {last}"),
@@ -409,24 +405,41 @@ class _Marks(Stopwatch):
         self.trace.mark(name)
 
 
-def waiting_bytes(samples: Samples, taken: int, steps: float) -> int:
-    """Bytes of what a batch leaves after `steps` steps, seen after it has `taken` some.
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What one step leaves of a layer: bytes of a gradient for each sample, and the `factors` of
+    it by their storage, None where they are larger."""
+
+    formed: int
+    factors: dict[int, int] | None
+
+
+def kept_of(samples: Samples) -> list[Left]:
+    """What a batch has of each layer after its first step."""
+    found = []
+    for layer, kept in samples.kept.items():
+        numel = sum(getattr(layer.module, name).numel() for name in layer.names)
+        tensors = kept.tensors()
+        size = samples.num * numel * tensors[-1].element_size()
+        found.append(Left(size, None if kept.formed else storages(tensors)))
+    return found
+
+
+def waiting_bytes(left: Sequence[Left], steps: float) -> int:
+    """Bytes of what a batch leaves after `steps` steps, given what the first one has `left`.
 
     A layer is kept in factors while those of all its steps are smaller than its gradients
     (`Samples.add`); layers share inputs, so that storages are counted once.
     """
-    if not steps:
+    if steps <= 0:
         return 0
-    formed, factors = 0, list[Tensor]()
-    for layer, kept in samples.kept.items():
-        numel = sum(getattr(layer.module, name).numel() for name in layer.names)
-        tensors = kept.tensors()
-        limit = samples.num * numel * tensors[-1].element_size()
-        if kept.formed or sum(storages(tensors).values()) * steps / taken > limit:
-            formed += limit
+    formed, factors = 0, dict[int, int]()
+    for one in left:
+        if one.factors is None or sum(one.factors.values()) * steps > one.formed:
+            formed += one.formed
         else:
-            factors += tensors
-    return round(formed + sum(storages(factors).values()) * steps / taken)
+            factors |= one.factors
+    return round(formed + sum(factors.values()) * steps)
 
 
 @contextmanager
