@@ -35,7 +35,6 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))
 import make_bench_model
 
-logging.disable()  # of what transformers would like to be installed
 from leangrpo.auto import Auto
 from leangrpo.choice import Choice, choose, configured
 from leangrpo.config import Config, load_config
@@ -256,6 +255,7 @@ def show(
 
 def main(quick: bool, only: str | None) -> None:
     console = Console(width=110)
+    logging.disable()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -152,7 +152,8 @@ class Probe:
             if schedule is not None:
                 schedule.transition(t)
                 if left is not None and not left:
-                    left += [one for s in schedule._ledger.batches.values() for one in kept_of(s)]
+                    for samples in schedule._ledger.batches.values():
+                        left.extend(kept_of(samples))
             else:
                 gradients.before(idle=False)
                 torch.autograd.backward([t.log_prob], [torch.full_like(t.log_prob, 1e-3)])
