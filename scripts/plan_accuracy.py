@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import math
 import statistics
 import sys
 import tempfile
@@ -44,6 +45,9 @@ from leangrpo.planner import Prediction, predict
 from leangrpo.probe import set_checkpointing
 from leangrpo.setup import Setup, make_layout, make_schedule, set_up
 from leangrpo.train import one_update
+
+TURNS_S = 24.0
+"""Seconds that the options of a workload are run for together, in 3 to 12 turns."""
 
 SCHEDULES = ("native", "retain", "reweight", "streaming")
 
@@ -181,7 +185,7 @@ def between(some: Sequence[Costs]) -> Costs:
 
 
 def measure(
-    case: Case, folder: Path, rounds: int
+    case: Case, folder: Path, quick: bool
 ) -> tuple[list[tuple[Prediction, Measured]], Choice]:
     """Predictions and measurements of a workload's options, and what was chosen."""
     bench = Bench(settings(case, folder))
@@ -198,7 +202,11 @@ def measure(
                 if number:  # the first one warms up
                     one.seconds.append(seconds)
 
-        for number in range(rounds + 1):
+        began = time.perf_counter()
+        turn(done, 0)
+        seconds = time.perf_counter() - began
+        rounds = 2 if quick else min(12, max(3, math.ceil(TURNS_S / seconds)))
+        for number in range(1, rounds + 1):
             turn(done, number)
             if number in (rounds // 2, rounds):
                 probed.append(bench.probe().costs)
@@ -267,7 +275,7 @@ def main(quick: bool, only: str | None) -> None:
             chosen = [chosen[1], chosen[6]]
         found = []
         for number, case in enumerate(chosen):
-            pairs, choice = measure(case, folder / f"run{number}", 2 if quick else 3)
+            pairs, choice = measure(case, folder / f"run{number}", quick)
             found.append(show(console, case, pairs, choice))
     seconds, peak, loss = (max(column) for column in zip(*found, strict=True))
     console.print(
