@@ -69,7 +69,7 @@ def test_the_decision_is_written_down(run: Path) -> None:
 
 
 def test_a_probed_run_is_the_run_with_its_settings(run: Path, tmp_path: Path) -> None:
-    """Bitwise the same weights, metrics and checkpoints: the probe draws nothing and steps nothing."""
+    """Bitwise the same weights, and metrics: the probe draws nothing and steps nothing."""
     train(settings(tmp_path / "run", *by_hand(decided(run))), quiet=True)
     one, other = read_run(run), read_run(tmp_path / "run")
     assert one.summary is not None

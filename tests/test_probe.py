@@ -10,7 +10,7 @@ import torch
 
 from leangrpo.costs import Key
 from leangrpo.data import SampleKey, Transition
-from leangrpo.loading import attention_targets, make_trainable
+from leangrpo.loading import make_trainable
 from leangrpo.memory import peak_memory
 from leangrpo.policy import Policy, Sampling
 from leangrpo.probe import Probe, is_checkpointed, kept_of, waiting_bytes
@@ -21,7 +21,7 @@ from leangrpo.schedules import Retain
 
 def make(train: str = "full") -> Policy:
     pipe = tiny.tiny_sd3()
-    make_trainable(pipe, train, rank=4, alpha=8, targets=attention_targets(pipe), seed=0)
+    make_trainable(pipe, train, rank=4, alpha=8)
     call = {k: v for k, v in tiny.CALL["sd3"].items() if k != "num_inference_steps"}
     return Policy(pipe, Sampling(4, guidance=1.0, sigmas="pipeline", call=call), noise_level=0.7)
 
