@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import yaml
 
 from leangrpo.auto import adopted
@@ -20,7 +21,8 @@ SMALL = (
     "prompts.heldout=null",
     "updates=1",
     "rollout={prompts: 2, generations: 2, micro_batch: 1, ahead: 1}",
-    "sampling.steps=3",
+    "sampling={steps: 3, height: 16, width: 16, call: {max_sequence_length: 16}}",
+    "model.lora.rank=4",
     "selection.steps=[0, 1]",
     "rewards=[{name: jpeg_compressibility}]",
     "advantage.clip=null",
@@ -29,8 +31,19 @@ SMALL = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Stable Diffusion 3 on the disk."""
+    MODEL.append(tiny.save(tiny.tiny_sd3(), tmp_path_factory.mktemp("model") / "sd3"))
+    return MODEL[-1]
+
+
+MODEL: list[Path] = []
+
+
 def settings(run: Path, *more: str) -> Config:
-    return load_config("embedded-lora", [*SMALL, f"run.dir={run}", *more])
+    own = [f"model.pipeline={MODEL[-1]}", f"run.dir={run}"]
+    return load_config("embedded-lora", [*SMALL, *own, *more])
 
 
 def decided(run: Path) -> dict[str, Any]:
@@ -39,7 +52,7 @@ def decided(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that `auto` decided."""
     folder = tmp_path_factory.mktemp("auto") / "run"
     train(settings(folder), quiet=True)
@@ -81,6 +94,7 @@ def test_a_probed_run_is_the_run_with_its_settings(run: Path, tmp_path: Path) ->
         }
 
 
+@pytest.mark.slow
 def test_resuming_goes_on_with_what_was_decided(
     run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -109,6 +123,7 @@ def test_without_a_record_nothing_is_adopted(tmp_path: Path) -> None:
     assert adopted(config, tmp_path) is config
 
 
+@pytest.mark.slow
 def test_a_limit_takes_a_smaller_option(run: Path, tmp_path: Path) -> None:
     """Room for little more than the smallest option: it fits, and the largest does not."""
     peaks = sorted(p["peak_bytes"] for p in decided(run)["fits"])
@@ -122,6 +137,7 @@ def test_a_limit_takes_a_smaller_option(run: Path, tmp_path: Path) -> None:
     assert all(p["peak_bytes"] > limit * 0.95 for p in plan["too_large"])
 
 
+@pytest.mark.slow
 def test_nothing_fits(tmp_path: Path) -> None:
     """Refused before a run folder exists."""
     with pytest.raises(LeanError, match="`schedule` is 'auto'"):
