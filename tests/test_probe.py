@@ -48,6 +48,7 @@ def test_kept_is_what_a_graph_holds(policy: Policy) -> None:
     Beside a graph a transition holds its latents, `(4, 8, 8)` float32 four times at most."""
     held = []
     for steps in ((0,), (0, 1)):
+        policy.sample(["a test"] * 2, [SampleKey(0, 0, g) for g in range(2)])  # drops older graphs
         with peak_memory() as trace:
             found = list(sample(policy, 2, steps))
             trace.mark("held")
@@ -60,13 +61,22 @@ def test_kept_is_what_a_graph_holds(policy: Policy) -> None:
 
 
 def test_peaks_are_those_of_a_step(policy: Policy) -> None:
-    """A backward onto gradients that are there, measured alone."""
-    cost = probe(policy).step(Key(1))
-    first, second = sample(policy, 1, (0, 1))
-    first.log_prob.sum().backward()
+    """Of a first backward and of one onto its gradients, in a loop of another kind."""
     with peak_memory() as trace:
-        second.log_prob.sum().backward()
-    assert trace.peak == pytest.approx(cost.backward_peak, abs=4096)
+
+        def backward(t: Transition) -> None:
+            trace.mark(f"backward {t.step}")
+            t.log_prob.sum().backward()
+            trace.mark("rest")
+
+        policy.sample(
+            ["a test"], [SampleKey(0, 0, 0)], selected=(0, 1), noisy=(0, 1), grad=True,
+            decode=False, on_transition=backward,
+        )  # fmt: skip
+    cost = probe(policy).step(Key(1))
+    peaks = {phase.name: phase.peak for phase in trace.phases}
+    assert peaks["backward 1"] == pytest.approx(cost.backward_peak, abs=4096)
+    assert peaks["backward 0"] == pytest.approx(cost.backward_first_peak, abs=4096)
     for p in policy.parameters:
         p.grad = None
 
