@@ -66,7 +66,7 @@ def test_peaks_are_those_of_a_step(policy: Policy) -> None:
 
         def backward(t: Transition) -> None:
             trace.mark(f"backward {t.step}")
-            t.log_prob.sum().backward()
+            torch.autograd.backward([t.log_prob], [torch.ones_like(t.log_prob)])
             trace.mark("rest")
 
         policy.sample(
