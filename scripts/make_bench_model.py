@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tiny
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, layers: int = 6, heads: int = 6) -> None:
+    """Write the pipeline with so many blocks, and so many heads of 64 in each."""
     pipe = tiny.tiny_sd3()
     torch.manual_seed(0)
     transformer = SD3Transformer2DModel(
@@ -30,11 +31,11 @@ def main(folder: Path) -> None:
         patch_size=2,
         in_channels=4,
         out_channels=4,
-        num_layers=6,
+        num_layers=layers,
         attention_head_dim=64,
-        num_attention_heads=6,
+        num_attention_heads=heads,
         joint_attention_dim=32,
-        caption_projection_dim=384,
+        caption_projection_dim=64 * heads,
         pooled_projection_dim=32,
         pos_embed_max_size=32,
         qk_norm="rms_norm",

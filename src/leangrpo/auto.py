@@ -6,9 +6,11 @@ checkpointing only where something does not fit without it, within `BUDGET_S` se
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -27,7 +29,7 @@ from .planner import MARGIN, NOISE, LeftOut, predict
 from .policy import Policy
 from .probe import Probe
 from .runfolder import CONFIG
-from .scoring import Scorer
+from .scoring import Scorer, Scores
 
 BUDGET_S = 180.0
 """Seconds after which no further micro-batch is tried."""
@@ -36,6 +38,12 @@ MISSES = 2
 """Micro-batches in a row that are no faster a sample before larger ones are left out."""
 
 OUT_OF_MEMORY = "a step alone runs out of memory"
+
+PICTURES = 4
+"""In a call of a reward, to tell what a picture takes from what a call does."""
+
+BESIDE_S = 0.1
+"""Seconds of rewards that sampling is run beside, at most a call more."""
 
 T = TypeVar("T", StepCost, Costs)
 
@@ -79,7 +87,7 @@ class Auto:
         limit = self.limit()
         options, left = candidates(config, ranks=world.size, held=layout.held, offload=offload)
         load = workload(config, policy.plan().std.tolist(), layout, shards=world.shards)
-        self.probe = Probe(policy, self.gradients, world, self.example.prompt)
+        self.probe = Probe(policy, self.gradients, world, self.example.prompt, load.selected)
         fixed = self._fixed()
         for checkpointing in (False, True):
             if checkpointing and self._all_fit(options, load, fixed, limit):
@@ -163,6 +171,7 @@ class Auto:
             waiting = numel * getattr(torch, p.ledger_dtype).itemsize
         if p.ledger_device == "host" and self.policy.device.type != "cpu":
             waiting = 0
+        reward, reward_call, drag = self._reward()
         optimizer, add, peak = probe.optimizer(self.config.optimizer.max_grad_norm)
         reduce, reduce_peak = probe.reduce()
         own = Costs(
@@ -175,7 +184,9 @@ class Auto:
             transition=probe.transition_bytes(),
             optimizer_peak=peak,
             reduce_peak=reduce_peak,
-            reward=self._reward(),
+            reward=reward,
+            reward_call=reward_call,
+            drag=drag,
             add=add,
             reduce=reduce,
             optimizer=optimizer,
@@ -184,19 +195,39 @@ class Auto:
         every: list[Costs] = self.world.share_all(own)
         return _largest(every)
 
-    def _reward(self) -> float:
-        """Seconds of scoring one picture; a reward that fails here will say so in training."""
-        pictures = self.probe.picture()
-        about = [self.example.about(self.example.open_images())]
-        seconds = []
-        for _ in range(2):
-            began = time.perf_counter()
-            try:
-                self.scorer(pictures, [self.example.prompt], about)
-            except LeanError:
-                return 0.0
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds)
+    def _reward(self) -> tuple[float, float, float]:
+        """Seconds of scoring one picture more, of scoring any, and what sampling loses of each.
+
+        A reward that fails here will say so in training.
+        """
+        picture = self.probe.picture()
+        about = self.example.about(self.example.open_images())
+
+        def submit(num: int) -> Future[Scores]:
+            pictures = picture.repeat(num, *[1] * (picture.ndim - 1))
+            return self.scorer.submit(pictures, [self.example.prompt] * num, [about] * num)
+
+        def sample() -> None:
+            self.probe.plain(1, lambda name: None)
+            if picture.device.type == "cuda":
+                torch.cuda.synchronize(picture.device)
+
+        try:
+            submit(PICTURES).result()  # the first may have something to load
+            few = _seconds(lambda: submit(1).result())
+            many = _seconds(lambda: submit(PICTURES).result())
+            alone = _seconds(sample)
+            began, sampled = time.perf_counter(), 0
+            calls = [submit(PICTURES) for _ in range(math.ceil(BESIDE_S / many))]
+            while not all(call.done() for call in calls):
+                sample()
+                sampled += 1
+            lost = time.perf_counter() - began - sampled * alone
+            calls[-1].result()
+        except LeanError:
+            return 0.0, 0.0, 0.0
+        each = max(0.0, many - few) / (PICTURES - 1)
+        return each, max(0.0, few - each), max(0.0, lost / (len(calls) * many))
 
     def _all_fit(
         self, options: Sequence[Option], load: Workload, fixed: Costs, limit: int | None
@@ -216,13 +247,23 @@ def _per_sample(load: Workload, cost: StepCost) -> float:
     return cost.call + plain * cost.forward + trained + cost.decode
 
 
+def _seconds(run: Callable[[], object]) -> float:
+    """The median of three runs."""
+    found = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
 def _largest(every: Sequence[T]) -> T:
     """The slowest and largest of each cost over the ranks; the slowest of a bandwidth."""
     first = every[0]
     found: dict[str, Any] = {}
     for one in fields(first):
         values = [getattr(cost, one.name) for cost in every]
-        if isinstance(values[0], int | float):
+        if all(isinstance(value, int | float) for value in values):
             found[one.name] = min(values) if one.name == "host_bandwidth" else max(values)
     return replace(first, **found)
 

@@ -72,7 +72,10 @@ class StepCost:
     Bytes: `kept` by autograd between forward and backward, each storage once and without weights.
     The others are the most that a phase holds above what was there when it began: `forward_peak`,
     `forward_grad_peak` (`kept` included), `backward_first_peak` and `backward_peak` (the graph is
-    there at the start; the gradients are too, but for the first), `decode_peak`.
+    there at the start; the gradients are too, but for the first), `decode_peak`. `waiting` is what
+    a batch leaves behind that is differentiated sample by sample, all its steps together, and
+    `waiting_before` the same before its last step (None = a whole gradient for each sample);
+    `fold` are the seconds of adding it to a sum.
     """
 
     forward: float
@@ -87,6 +90,9 @@ class StepCost:
     call: float = 0.0
     decode: float = 0.0
     decode_peak: int = 0
+    waiting: int | None = None
+    waiting_before: int | None = None
+    fold: float | None = None
 
     def of(self, share: float) -> StepCost:
         """The same for a batch of `share` times the samples: all in proportion."""
@@ -124,6 +130,8 @@ class Costs:
     a ledger on the device, `summed` an advantage-weighted sum, `stepped` what the optimizer steps
     (a shard of it), `transition` what is remembered of a sample's selected step besides a graph,
     `optimizer_peak` and `reduce_peak` above what was there. Seconds: `reward` of one sample,
+    `reward_call` of scoring a batch whatever its size, `drag` what sampling loses to each second
+    of a reward that is computed beside it (0: nothing, 1: they share one core),
     `add` of adding one gradient onto another, `reduce` of adding a whole gradient over the ranks,
     `optimizer` of a step. `host_bandwidth`: bytes a second to the host's memory and back.
     """
@@ -138,6 +146,8 @@ class Costs:
     optimizer_peak: int = 0
     reduce_peak: int = 0
     reward: float = 0.0
+    reward_call: float = 0.0
+    drag: float = 0.0
     add: float = 0.0
     reduce: float = 0.0
     optimizer: float = 0.0

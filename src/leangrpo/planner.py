@@ -68,14 +68,33 @@ class _Update:
         self.sums = 0  # that streaming folds the group underway into
         self.centred = 0  # sums of groups whose advantages come at the end of the update
         self.total = False  # the ledger's own sum
-        self.due: list[int] = []  # bytes of each gradient that is to be added to it
+        # bytes of each gradient that is to be added to it, seconds, and whether it can become it
+        self.due: list[tuple[float, float, bool]] = []
         self.folded = 0  # samples of the group underway that streaming has folded
         self.graphs = 0.0  # bytes that retain keeps, wherever they are
-        self.workers = [0.0] * workload.workers
+        self.scoring: list[list[float]] = []  # seconds left of each reward underway, in order
 
     def spend(self, stage: str, seconds: float) -> None:
-        self.clock += seconds
-        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+        """So much work; rewards are computed beside it, and slow it down and it them."""
+        while seconds > 0:
+            busy = [one for one in self.scoring if one[0] > 0][: self.w.workers]
+            part = min([seconds, *(one[0] for one in busy)])
+            took = part * (1 + self.c.drag * len(busy))
+            for one in busy:
+                one[0] -= part
+            seconds -= part
+            self.clock += took
+            self.stages[stage] = self.stages.get(stage, 0.0) + took
+
+    def wait(self, reward: list[float]) -> None:
+        """Until a reward is known."""
+        while reward[0] > 0:
+            busy = [one for one in self.scoring if one[0] > 0][: self.w.workers]
+            part = min(one[0] for one in busy)
+            for one in busy:
+                one[0] -= part
+            self.clock += part
+            self.stages["reward"] = self.stages.get("reward", 0.0) + part
 
     def reach(self, extra: float, at: str) -> None:
         """What is held now and `extra` bytes that come and go."""
@@ -105,7 +124,7 @@ class _Update:
         w, o = self.w, self.o
         sizes = w.slots(o.micro_batch)
         slots = [(wave, size) for wave in range(w.waves) for size in sizes]
-        done: list[float] = []
+        done: list[list[float]] = []
         entered = 0
         for n, (_, size) in enumerate(slots):
             if n % len(sizes) == 0 and w.prefix:
@@ -119,18 +138,18 @@ class _Update:
                 due = (entered if trained and o.schedule == "streaming" else end) + o.ahead
                 if n < min(due, len(slots) - 1):
                     break
-                self.spend("reward", max(0.0, done[entered] - self.clock))
+                self.wait(done[entered])
                 if trained:
                     self._enter(slots[entered][1])
                     if entered == end:
                         self._close(behind)
                 entered += 1
 
-    def _submit(self, size: int) -> float:
-        """When the reward of a forward will be known."""
-        first = min(range(len(self.workers)), key=self.workers.__getitem__)
-        self.workers[first] = max(self.clock, self.workers[first]) + size * self.c.reward
-        return self.workers[first]
+    def _submit(self, size: int) -> list[float]:
+        """The seconds that the reward of a forward still takes, all of them to begin with."""
+        left = [self.c.reward_call + size * self.c.reward]
+        self.scoring = [*(one for one in self.scoring if one[0] > 0), left]
+        return left
 
     def _sample(self, size: int, *, lean: bool, keep: bool) -> None:
         """A forward's trajectories; `lean`: with gradients, `keep`: for a later optimizer step."""
@@ -191,11 +210,23 @@ class _Update:
                 self.total = True
                 self.hold(c.summed, "the ledger's sum")
             start += c.gradient
-        self.held += size * c.gradient
+        whole, before = self._left(cost, size)
+        self.held += before
         if w.selected > 1:
             self.reach(start - (cost.kept if w.joint else 0) + cost.backward_peak, "a backward")
-        self.reach(0.0, "gradients that wait")
-        self.held -= size * (c.gradient - c.waiting)
+        self.hold(whole - before, "gradients that wait")
+        self.held -= whole - self._waiting(cost, size)
+
+    def _left(self, cost: StepCost, size: int) -> tuple[float, float]:
+        """Bytes that a forward's backwards leave, all of them and all but the last."""
+        if cost.waiting is None or cost.waiting_before is None:
+            return size * self.c.gradient, size * self.c.gradient
+        return cost.waiting, cost.waiting_before
+
+    def _waiting(self, cost: StepCost, size: int) -> float:
+        """The same once the next trajectory is sampled: narrower or elsewhere, if it is set so."""
+        stowed = self.c.waiting / self.c.gradient if self.c.gradient else 1.0
+        return self._left(cost, size)[0] * stowed
 
     # rewards and advantages
 
@@ -203,6 +234,13 @@ class _Update:
         """The rewards of a forward are known: streaming folds its gradients into two sums."""
         w, c = self.w, self.c
         if self.o.schedule != "streaming":
+            return
+        cost = self.step.of(size / self.o.micro_batch)
+        if cost.fold is not None:  # the samples of a batch at once, into all sums
+            more, self.sums = w.sums - self.sums, w.sums
+            self.spend("backward", w.sums * cost.fold)
+            self.hold(more * c.summed, "gradients beside the sums they are folded into")
+            self.held -= self._waiting(cost, size)
             return
         for _ in range(size):
             self.folded += 1
@@ -226,16 +264,21 @@ class _Update:
                 self.held += (w.sums - 1 - self.centred) * c.summed
                 self.centred, self.sums = w.sums - 1, 0
             else:
-                self.due += [c.summed] * self.sums
+                self.due += [(c.summed, c.add, True)] * self.sums
                 self.sums = 0
         if w.whole and wave + 1 < w.waves:
             return
         if o.schedule == "streaming":
-            self.due += [c.summed] * self.centred
+            self.due += [(c.summed, c.add, True)] * self.centred
             self.centred = 0
         groups = w.waves if w.whole else 1
         if o.schedule == "reweight":
-            self.due += [c.waiting] * groups * w.held
+            for size in groups * w.slots(o.micro_batch):
+                cost = self.step.of(size / o.micro_batch)
+                if cost.fold is None:
+                    self.due += [(c.waiting, c.add, c.waiting == c.summed)] * size
+                else:
+                    self.due.append((self._waiting(cost, size), cost.fold, False))
         if o.schedule in DEFERRED:
             for size in groups * w.slots(o.micro_batch):
                 self._deferred(size)
@@ -273,12 +316,16 @@ class _Update:
             less = c.gradient - whole
             self.reach(graph + cost.backward_first_peak - less, "the first backward")
             self.accumulating = True
-            self.hold(whole, "the gradient")
+            self.held += whole
+            gone = 0 if replayed else cost.kept  # the graph that has just been used
+            self.reach(-gone, "the gradient")
             if self.w.selected <= 1:
                 return
+            self.reach(graph + cost.backward_peak - gone, "a backward")
+        else:
+            self.reach(graph + cost.backward_peak, "a backward")
         if replayed:
             self.reach(cost.forward_grad_peak, "a forward with gradients")
-        self.reach(graph + cost.backward_peak, "a backward")
 
     @property
     def _accumulated(self) -> int:
@@ -292,12 +339,16 @@ class _Update:
         if not self.due:
             return
         self.reach(beside, "gradients that wait to be added up")
-        self.spend("backward", len(self.due) * c.add)
+        self.spend("backward", sum(seconds for _, seconds, _ in self.due))
+        first, _, becomes = self.due[0]
         if not self.total:  # the first becomes the sum itself, if it is kept in the same way
-            self.reach(beside + (c.summed if self.due[0] != c.summed else 0), "adding up")
             self.total = True
             self.held += c.summed
-        self.held -= sum(self.due)
+            # layer by layer, each part of a batch goes as the sum of it is made
+            self.reach(beside - first, "adding up")
+            if not becomes and self.step.fold is None:
+                self.reach(beside, "adding up")
+        self.held -= sum(num_bytes for num_bytes, _, _ in self.due)
         self.due = []
 
     # the end

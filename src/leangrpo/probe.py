@@ -26,6 +26,7 @@ from .memory import Trace, peak_memory, storages
 from .parallel import World
 from .policy import Policy, Prefix
 from .reweight import Reweight
+from .samples import Samples
 from .stopwatch import Stopwatch
 from .tape import Tape
 
@@ -65,13 +66,14 @@ class Times:
 class Probe:
     """What measures: a policy, where its backwards leave gradients, and the ranks in step with it.
 
-    Raises LeanError where no step can be trained.
+    `selected` is how many steps of a trajectory are trained. Raises LeanError where none can be.
     """
 
     policy: Policy
     gradients: Gradients
     world: World = field(default_factory=World)
     prompt: str = "a test"
+    selected: float = 1.0
 
     def __post_init__(self) -> None:
         std = self.policy.plan().std.tolist()
@@ -130,8 +132,13 @@ class Probe:
         self._walk(self._tape(m, grad=False, sink=taken.append), mark)
         return taken
 
-    def differentiated(self, m: int, mark: Mark, *, per_sample: bool) -> None:
-        """Steps with gradients, each followed by its backward."""
+    def differentiated(
+        self, m: int, mark: Mark, *, per_sample: bool, left: list[Left] | None = None
+    ) -> None:
+        """Steps with gradients, each followed by its backward.
+
+        What the first of them has `left` of the batch is noted, if that is asked for.
+        """
         gradients = self.gradients
         schedule = None
         if per_sample:
@@ -144,6 +151,9 @@ class Probe:
             mark(f"backward {t.step}")
             if schedule is not None:
                 schedule.transition(t)
+                if left is not None and not left:
+                    for samples in schedule._ledger.batches.values():
+                        left.extend(kept_of(samples))
             else:
                 gradients.before(idle=False)
                 torch.autograd.backward([t.log_prob], [torch.full_like(t.log_prob, 1e-3)])
@@ -158,8 +168,20 @@ class Probe:
             else:
                 with schedule.sampling():
                     self._walk(tape, mark, capture=capture)
+                self._fold(schedule, mark)
         finally:
             self._forget()
+
+    def _fold(self, schedule: Reweight, mark: Mark) -> None:
+        """Add a batch's gradients to a sum that is there."""
+        ledger = schedule._ledger
+        for i in range(len(self.policy.parameters)):
+            ledger._sum(i)
+        batches = list(ledger.batches.values())
+        for samples in batches:
+            mark("fold")
+            samples.fold(torch.ones(samples.num, dtype=torch.float64), ledger._sum)
+            mark("folded")
 
     def _forget(self) -> None:
         """Drop what backward has left, and put back what was there before."""
@@ -180,7 +202,9 @@ class Probe:
             self.differentiated(m, mark, per_sample=per_sample)
 
         began = time.perf_counter()
-        run(lambda name: None)  # warms up, and finds out what cannot be done
+        left: list[Left] = []
+        # warms up, and finds out what cannot be done
+        self.differentiated(m, lambda name: None, per_sample=per_sample, left=left)
         transitions = self.plain(m, lambda name: None)
         slow = self.world.any(time.perf_counter() - began > SLOW_S)
         with_grad = [self._timed(run) for _ in range(1 if slow else REPEATS)]
@@ -195,6 +219,12 @@ class Probe:
         again = peaks[f"backward {last}"] if len(self.steps) > 1 else first
         start, end = peaks[f"step {last}"], peaks[f"backward {last}"]
         decode, decode_peak = self._decode(m, 1 if slow else REPEATS)
+        batch: dict[str, Any] = {}
+        if left:
+            whole, before = (waiting_bytes(left, n) for n in (self.selected, self.selected - 1))
+            share = whole / max(1, waiting_bytes(left, len(self.steps)))
+            fold = _median(with_grad, "fold") * share
+            batch = {"waiting": whole, "waiting_before": before, "fold": fold}
         return StepCost(
             forward=statistics.median(forwards),
             forward_grad=_median(with_grad, f"step {last}") + _median(with_grad, f"rest {last}"),
@@ -208,6 +238,7 @@ class Probe:
             backward_first_peak=first.peak,
             backward_peak=again.peak,
             decode_peak=decode_peak,
+            **batch,
         )
 
     def _replay(self, transition: Transition, mark: Mark) -> None:
@@ -373,6 +404,43 @@ class _Marks(Stopwatch):
         """As a stopwatch, and a mark."""
         super().switch(name)
         self.trace.mark(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What one step leaves of a layer: bytes of a gradient for each sample, and the `factors` of
+    it by their storage, None where they are larger."""
+
+    formed: int
+    factors: dict[int, int] | None
+
+
+def kept_of(samples: Samples) -> list[Left]:
+    """What a batch has of each layer after its first step."""
+    found = []
+    for layer, kept in samples.kept.items():
+        numel = sum(getattr(layer.module, name).numel() for name in layer.names)
+        tensors = kept.tensors()
+        size = samples.num * numel * tensors[-1].element_size()
+        found.append(Left(size, None if kept.formed else storages(tensors)))
+    return found
+
+
+def waiting_bytes(left: Sequence[Left], steps: float) -> int:
+    """Bytes of what a batch leaves after `steps` steps, given what the first one has `left`.
+
+    A layer is kept in factors while those of all its steps are smaller than its gradients
+    (`Samples.add`); layers share inputs, so that storages are counted once.
+    """
+    if steps <= 0:
+        return 0
+    formed, factors = 0, dict[int, int]()
+    for one in left:
+        if one.factors is None or sum(one.factors.values()) * steps > one.formed:
+            formed += one.formed
+        else:
+            factors |= one.factors
+    return round(formed + sum(factors.values()) * steps)
 
 
 @contextmanager
