@@ -66,6 +66,7 @@ def call(module: nn.Module, x: Tensor, g: Tensor | None = None) -> tuple[Tensor,
     return g, [torch.stack(parts) for parts in zip(*each, strict=True)]
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("form", ["factors", "formed", "as it is smaller"])
 @pytest.mark.parametrize("rows", [B, 2 * B])
 @pytest.mark.parametrize("kind", KINDS)
