@@ -183,7 +183,9 @@ def test_reweight_is_native(name, train, guided, checkpointing, dtype, bound) ->
     assert reweight["statistics"].loss == expected["statistics"].loss
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("f32", 5e-6), ("f64", 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [pytest.param("f32", 5e-6, marks=pytest.mark.slow), ("f64", 1e-12)]
+)
 @pytest.mark.parametrize(("name", "train", "guided", "checkpointing"), MATRIX)
 def test_reweight_is_native_in_micro_batches(
     name, train, guided, checkpointing, dtype, bound
