@@ -1,4 +1,4 @@
-"""What micro-batches gain where each sample needs a gradient of its own; and that they are right."""
+"""What micro-batches gain where each sample needs its own gradient; and that they are right."""
 
 from __future__ import annotations
 

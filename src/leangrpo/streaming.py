@@ -116,8 +116,8 @@ class Sums:
 
 class Streaming(Reweight):
     """Reweight in two sums a group (paper eq. 7, regrouped as the module says): at most three
-    gradients, and a fourth for the groups that are done. A batch of B that is sampled together holds
-    its B gradients beside the sums.
+    gradients, and a fourth for the groups that are done. A batch of B that is sampled together
+    holds its B gradients beside the sums.
 
     `rewards` takes a trajectory's reward as soon as it is known, `centre` the deviations from the
     group's mean where the advantages of an update come all at the end, and `advantages` the same
