@@ -127,21 +127,24 @@ def test_two_steps_of_a_batch(rows: int, checkpointing: bool, late: bool) -> Non
 
 def test_checkpointed_blocks_are_run_again_and_save_what_they_save() -> None:
     """Capture must not hold the inputs that checkpointing drops."""
-    saved: dict[bool, int] = {}
-    for checkpointing in (False, True):
-        net = network(checkpointing=checkpointing)
-        capture = Capture([net], list(net.parameters()))
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-            with capture(B):
-                scores = score(net(*inputs(B)))
-        runs = []
-        net.blocks[0].inner.register_forward_pre_hook(lambda *_: runs.append(1))
-        with capture.into(None):
-            scores.sum().backward()
-        assert len(runs) == checkpointing
-        saved[checkpointing] = sum(t.numel() for t in kept)
+    saved = {checkpointing: _saved_and_run_again(checkpointing) for checkpointing in (False, True)}
     assert saved[True] < saved[False] / 2
+
+
+def _saved_and_run_again(checkpointing: bool) -> int:
+    """How many numbers a forward saves; its first block runs again only with checkpointing."""
+    net = network(checkpointing=checkpointing)
+    capture = Capture([net], list(net.parameters()))
+    kept: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    with hooks, capture(B):
+        scores = score(net(*inputs(B)))
+    runs: list[int] = []
+    net.blocks[0].inner.register_forward_pre_hook(lambda *_: runs.append(1))
+    with capture.into(None):
+        scores.sum().backward()
+    assert len(runs) == checkpointing
+    return sum(t.numel() for t in kept)
 
 
 def test_a_backward_again_for_the_sum_of_all() -> None:

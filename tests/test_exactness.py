@@ -184,7 +184,9 @@ def test_reweight_is_native(name, train, guided, checkpointing, dtype, bound) ->
     assert reweight["statistics"].loss == expected["statistics"].loss
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("f32", 5e-6), ("f64", 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [pytest.param("f32", 5e-6, marks=pytest.mark.slow), ("f64", 1e-12)]
+)
 @pytest.mark.parametrize(("name", "train", "guided", "checkpointing"), MATRIX)
 def test_reweight_is_native_in_micro_batches(
     name, train, guided, checkpointing, dtype, bound
@@ -199,9 +201,8 @@ def test_reweight_is_native_in_micro_batches(
     assert relative(reweight["gradient"], expected["gradient"]) <= bound
     if dtype == "f64":
         assert relative(reweight["gradient"], alone["gradient"]) <= bound
-    assert reweight["calls"] * GENERATIONS == len(alone["transitions"]) * STEPS * (
-        alone["calls"] // (STEPS + len(SELECTED))
-    ) // len(SELECTED)
+    per_step = alone["calls"] // (GENERATIONS * (STEPS + len(SELECTED)))
+    assert reweight["calls"] == per_step * STEPS
 
 
 def oracle(

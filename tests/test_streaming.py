@@ -129,6 +129,19 @@ def test_several_in_a_forward(batch: int, late: bool) -> None:
     assert relative(streamed, native) <= 1e-12
 
 
+def test_a_batch_holds_its_gradients_beside_the_sums() -> None:
+    """Weights 3 by 4 numbers and biases: a step's factors are smaller, three steps' are not."""
+    one = sum(p.numel() for p in Toy().parameters()) * 8
+    rewards = draw(1, 8)
+    held = {}
+    for batch in (2, 4, 8):
+        _, statistics = update(Streaming, [rewards], plain(rewards), batch=batch)
+        held[batch] = statistics.ledger_bytes
+        assert 2 * one < held[batch] <= (2 + batch) * one
+    _, statistics = update(Streaming, [draw(1, 32)], plain(draw(1, 32)), batch=4)
+    assert statistics.ledger_bytes == held[4]
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_rewards_that_are_normalised_one_by_one(number: int, late: bool) -> None:

@@ -84,24 +84,36 @@ def _update(
     """The gradient of a group, float64, what the schedule says of it, and the allocator's peak."""
     named = config.model_copy(update={"schedule": name})
     schedule = make_schedule(named, policy, Stopwatch(policy.device))
+    with peak_memory(policy.device) as trace:
+        statistics = update(config, policy, schedule, steps, group)
+    return take_gradient(policy), statistics, trace.peak
+
+
+def update(
+    config: Config, policy: Policy, schedule: Schedule, steps: Selection, group: int
+) -> Statistics:
+    """One group from its noise to the gradient in `.grad`; the same samples at every call."""
     noise = torch.from_numpy(generator(config.seed, group).normal(size=(1, group)))
     rewards = 1000 + 0.01 * noise
     advantages = group_advantages(rewards, clip=None)
-    with peak_memory(policy.device) as trace:
-        schedule.begin(group, len(steps.selected))
-        size = config.rollout.micro_batch
-        for first in range(0, group, size):
-            keys = [SampleKey(0, 0, m) for m in range(first, first + size)]
-            _sample(policy, schedule, steps, keys)
-            schedule.rewards({k: [float(rewards[0, k.generation])] for k in keys})
-        every = range(group)
-        own: dict[Hashable, float] = {SampleKey(0, 0, m): float(advantages[0, m]) for m in every}
-        schedule.advantages(own)
-        statistics = schedule.finish()
+    schedule.begin(group, len(steps.selected))
+    size = config.rollout.micro_batch
+    for first in range(0, group, size):
+        keys = [SampleKey(0, 0, m) for m in range(first, first + size)]
+        _sample(policy, schedule, steps, keys)
+        schedule.rewards({k: [float(rewards[0, k.generation])] for k in keys})
+    every = range(group)
+    own: dict[Hashable, float] = {SampleKey(0, 0, m): float(advantages[0, m]) for m in every}
+    schedule.advantages(own)
+    return schedule.finish()
+
+
+def take_gradient(policy: Policy) -> Tensor:
+    """All of `.grad` as one vector `(D,)` float64, taken away from the parameters."""
     found = [p.grad.flatten().double() for p in policy.parameters if p.grad is not None]
     for parameter in policy.parameters:
         parameter.grad = None
-    return torch.cat(found), statistics, trace.peak
+    return torch.cat(found)
 
 
 def _sample(policy: Policy, schedule: Schedule, steps: Selection, keys: list[SampleKey]) -> None:

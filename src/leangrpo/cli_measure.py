@@ -19,6 +19,7 @@ from .cli_options import (
 )
 from .config import bare_config
 from .cookbook import is_recipe
+from .errors import problem
 from .launch import check_for
 
 app = typer.Typer()
@@ -48,6 +49,15 @@ def bench(
     groups: Annotated[
         str, typer.Option(metavar="N,N,...", help="With --ledger: the group sizes.")
     ] = "4,16,64",
+    micro_batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Time reweight (or --schedules) with so many generations a forward, in turn, and "
+            "compare the gradients with native's one by one.",
+            show_default=False,
+        ),
+    ] = None,
     nproc: Nproc = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -56,7 +66,12 @@ def bench(
     Examples: leangrpo bench; torchrun --nproc-per-node 2 -m leangrpo bench --collectives
     """
     check_writable(json_file)
-    config = load(settings)
+    sizes = None if micro_batches is None else counts("--micro-batches", micro_batches)
+    if sizes is not None and (ledger or collectives or (nproc or 1) > 1):
+        rule = "it goes with neither --ledger nor --collectives, and times one process"
+        raise problem("--micro-batches", micro_batches, rule, "Leave the other option out.")
+    # one of them stands for the micro-batch, which has to divide the group, of the recipe
+    config = load([*(settings or []), *([] if sizes is None else ["rollout.micro_batch=1"])])
     if nproc is not None:
         check_for(config, nproc, resume=True)  # it leaves a run's folder alone
     else:
@@ -72,6 +87,11 @@ def bench(
         from .bench_memory import ledger as measure
 
         write_json(json_file, measure(config, names, counts("--groups", groups)))
+        return
+    if sizes is not None:
+        from .bench_batches import batches
+
+        write_json(json_file, batches(config, sizes, rounds, names))
         return
     from .bench import bench as run
     from .parallel import leave

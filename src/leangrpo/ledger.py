@@ -126,8 +126,7 @@ class Ledger:
             if old:
                 torch._foreach_add_(old, new, alpha=coefficient)
         for samples, c in self._due_samples:
-            for layer in samples.fold(c, self._sum, indices):
-                del samples.kept[layer]
+            samples.fold(c, self._sum, indices, keep=False)
         if indices is None:
             self._due.clear()
             self._due_samples.clear()

@@ -118,18 +118,20 @@ class Samples:
         coefficients: Tensor,
         total: Callable[[int], Tensor],
         among: Collection[int] | None = None,
-    ) -> list[Layer]:
+        *,
+        keep: bool = True,
+    ) -> None:
         """total(i) += sum_b c_b * gradient of sample b, for `coefficients` `(B,)`.
 
         `total(i)` is the sum of parameter i, in its shape; `among` leaves out the layers that have
-        no parameter there. Returns the layers that were folded. Factors are multiplied in the
-        dtype of the sum, so that 16 bits round nothing here.
+        no parameter there, and without `keep` a layer is forgotten as soon as it is added.
+        Factors are multiplied in the dtype of the sum, so that 16 bits round nothing here.
         """
-        done, wanted = [], None if among is None else set(among)
-        for layer, kept in self.kept.items():
+        wanted = None if among is None else set(among)
+        for layer in [*self.kept]:
             if wanted is not None and wanted.isdisjoint(layer.at):
                 continue
-            done.append(layer)
+            kept = self.kept[layer]
             sums = [total(i) for i in layer.at]
             for target, formed in zip(sums, kept.formed, strict=False):
                 for c, one in zip(coefficients.tolist(), formed, strict=True):
@@ -143,7 +145,8 @@ class Samples:
                 scaled = g.to(device, dtype) * c_rows.view(-1, *[1] * (g.ndim - 1))
                 for target, one in zip(sums, layer.gradients(x, scaled, 1), strict=True):
                     target.add_(one[0])
-        return done
+            if not keep:
+                del self.kept[layer]
 
     def stow(self, put: Callable[[Tensor], Tensor]) -> None:
         """Keep everything as `put` makes it: narrower, or in another memory."""

@@ -27,6 +27,7 @@ from .errors import LeanError
 from .gradients import Gradient
 from .ledger import Batch, sum_dtype
 from .reweight import Reweight
+from .samples import num_bytes
 
 NOT_AFFINE = 1e-9
 """Largest residual of an affine fit to advantages in float64, relative to the largest of them.
@@ -72,17 +73,15 @@ class Sums:
         """
         self._enlist(rewards)
         for keys, samples in batches:
-            known = [key in self.members for key in keys]
-            for number, total in enumerate([self.plain, *self.weighted], start=-1):
-                c = [
-                    0.0
-                    if not is_known
-                    else 1.0
-                    if number < 0
-                    else float(self.members[key][number] - self.mean[number])
-                    for key, is_known in zip(keys, known, strict=True)
-                ]
-                samples.fold(torch.tensor(c, dtype=torch.float64), partial(self._sum, total))
+            c = [self._coefficients(key) for key in keys]
+            for number, total in enumerate([self.plain, *self.weighted]):
+                samples.fold(torch.stack(c)[:, number], partial(self._sum, total))
+
+    def _coefficients(self, key: Hashable) -> Tensor:
+        """A trajectory's share in the plain and the weighted sums, `(1 + k,)`; 0 if left out."""
+        if key not in self.members:
+            return torch.zeros(1 + len(self.mean), dtype=torch.float64)
+        return torch.cat([torch.ones(1, dtype=torch.float64), self.members[key] - self.mean])
 
     def _enlist(self, rewards: Mapping[Hashable, Tensor]) -> None:
         """Note rewards, and move the mean that the weighted sums refer to along with them."""
@@ -117,7 +116,8 @@ class Sums:
 
 class Streaming(Reweight):
     """Reweight in two sums a group (paper eq. 7, regrouped as the module says): at most three
-    gradients, and a fourth for the groups that are done.
+    gradients, and a fourth for the groups that are done. A batch of B that is sampled together
+    holds its B gradients beside the sums.
 
     `rewards` takes a trajectory's reward as soon as it is known, `centre` the deviations from the
     group's mean where the advantages of an update come all at the end, and `advantages` the same
@@ -151,6 +151,7 @@ class Streaming(Reweight):
         with self.watch.stage("backward"):
             if batches := self._ledger.take_batches(known):
                 self._group.fold_batch(finite, batches)
+                self._measure(num_bytes(t for _, samples in batches for t in samples.tensors()))
             for key, values in known.items():
                 gradient = self._ledger.waiting.pop(key, None)
                 if gradient is not None and key in finite:
@@ -220,8 +221,9 @@ class Streaming(Reweight):
         if coefficient != 0.0:
             self._ledger.add(gradient, -coefficient * self._scale)
 
-    def _measure(self) -> None:
-        self._ledger.measure(beside=self._group.num_bytes + self._centred.num_bytes)
+    def _measure(self, beside: int = 0) -> None:
+        sums = self._group.num_bytes + self._centred.num_bytes
+        self._ledger.measure(beside=sums + beside)
 
 
 def _add(
