@@ -20,61 +20,26 @@ nor are the unsharded parameters of FSDP2, whose memory comes and goes by itself
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 import threading
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .errors import problem
-
-GRAIN = 512
-"""Bytes of the smallest block of CUDA's allocator: moving less frees nothing, so it stays."""
-
-SLAB = 1 << 26
-"""Bytes the host's memory is asked for at a time, at least; its buffers are cut from that."""
+from .copies import GRAIN, Copies, Event, Host, Pool, copies_for
+from .errors import LeanError
 
 WINDOW = 4
 """One part in this many of the budget is for copies on their way, once not everything fits."""
 
 
-class Event(Protocol):
-    """The end of a copy."""
-
-    def query(self) -> bool: ...
-
-
-class Host:
-    """A buffer on the host: its bytes `(n,)` uint8, and the last copy from or into them."""
-
-    __slots__ = ("data", "last")
-
-    def __init__(self, data: Tensor) -> None:
-        self.data = data
-        self.last: Event | None = None
-
-
-class Copies(Protocol):
-    """How bytes travel; all that differs between devices."""
-
-    def memory(self, num_bytes: int) -> Tensor:
-        """Fresh memory of the host `(num_bytes,)` uint8."""
-
-    def out(self, source: Tensor, host: Host) -> Event:
-        """Copy `source` `(n,)` uint8 to the host."""
-
-    def back(self, host: Host, num_bytes: int) -> tuple[Tensor, Event]:
-        """A copy `(num_bytes,)` uint8 on the device."""
-
-    def wait(self, event: Event) -> None:
-        """Let what the device does from now on come after a copy."""
+def _no_one() -> None:
+    return None
 
 
 class Version:
@@ -92,54 +57,54 @@ class Version:
         return self.probe._version != self.at
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Stored:
-    """A storage that autograd saved: on the device (`data`, its bytes), on the host, or both."""
+    """A storage that autograd saved: on the device (`data`, its bytes), on the host, or both.
 
-    __slots__ = (
-        "__weakref__",
-        "before",
-        "data",
-        "event",
-        "host",
-        "num_bytes",
-        "number",
-        "owner",
-        "source",
-        "version",
-        "waited",
-    )
+    `source` keeps the storage's address from being another's; `before` leads to what was sent to
+    the host before it; `waited` says that its reader waited for the copy back (`event`).
+    """
 
-    def __init__(
-        self, owner: Offload, storage: torch.UntypedStorage, version: Version, number: int
-    ) -> None:
-        self.owner, self.number, self.version = owner, number, version
-        self.num_bytes = storage.nbytes()
-        self.source = StorageWeakRef(storage)  # while it exists no other storage has this address
-        self.data: Tensor | None = None
-        self.host: Host | None = None
-        self.event: Event | None = None
-        self.waited = True
-        self.before: Callable[[], Stored | None] = _no_one
+    number: int
+    num_bytes: int
+    source: StorageWeakRef
+    version: Version
+    notes: Notes
+    data: Tensor | None
+    host: Host | None = None
+    event: Event | None = None
+    waited: bool = True
+    before: Callable[[], Stored | None] = _no_one
 
     def __del__(self) -> None:
-        """Any thread may collect this at any moment, so it only leaves notes, which is atomic."""
         if self.data is not None:
-            self.owner.gone.append(self.num_bytes)
+            self.notes.gone.append(self.num_bytes)
         if self.host is not None:
             if not self.waited and self.event is not None and self.data is not None:
-                self.owner.unused.append((self.event, self.data))
-            self.owner.pool.give(self.host)
+                self.notes.unread.append((self.event, self.data))
+            self.notes.pool.give(self.host)
 
 
-class View:
+@dataclass(slots=True, eq=False)
+class Notes:
+    """What storages leave when they go, at any moment and in any thread: each note is atomic."""
+
+    pool: Pool
+    gone: deque[int] = field(default_factory=deque)
+    unread: deque[tuple[Event, Tensor]] = field(default_factory=deque)
+
+
+class View(NamedTuple):
     """A saved tensor: where it is in its storage, and its version."""
 
-    __slots__ = ("conj", "dtype", "neg", "offset", "shape", "stored", "stride", "version")
-
-    def __init__(self, t: Tensor, stored: Stored, version: Version) -> None:
-        self.stored, self.version = stored, version
-        self.dtype, self.shape, self.stride = t.dtype, t.shape, t.stride()
-        self.offset, self.conj, self.neg = t.storage_offset(), t.is_conj(), t.is_neg()
+    stored: Stored
+    version: Version
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
 
     def over(self, data: Tensor) -> Tensor:
         """The tensor again, over the bytes of its storage."""
@@ -179,13 +144,12 @@ class Offload:
     ) -> None:
         self.modules, self.budget = list(modules), budget
         self.window = 0 if budget is None else budget // WINDOW
-        self._make = copies or copies_for
         self._open: list[Any] = []
         self._lock = threading.RLock()  # a backward has threads of its own
-        self._device: torch.device | None = None
-        self.pool = Pool()
-        self.gone: deque[int] = deque()
-        self.unused: deque[tuple[Event, Tensor]] = deque()
+        self.device = self._find_device()
+        self._copies = (copies or copies_for)(self.device)
+        self._notes = Notes(Pool(self._copies.memory))
+        self._nothing = torch.empty(0, device=self.device)
         self._flights: deque[tuple[Event, Tensor]] = deque()
         self._flying = self._resident = self._number = 0
         self.begin()
@@ -202,11 +166,11 @@ class Offload:
         self._note_peak()
 
     def __enter__(self) -> Offload:
-        device = next(p.device for m in self.modules for p in m.parameters())
-        if self._device != device:
-            self._device, self._copies = device, self._make(device)
-            self.pool = Pool(self._copies.memory)
-            self._nothing = torch.empty(0, device=device)
+        if (device := self._find_device()) != self.device:
+            raise LeanError(
+                f"The network was on {self.device} when its activations got a budget, and is on "
+                f"{device} now: make the schedule after moving it."
+            )
         for module in self.modules:  # every time: an adapter may have been added
             for t in (*module.parameters(), *module.buffers()):
                 storage = t.untyped_storage()
@@ -221,12 +185,18 @@ class Offload:
         if not self._open:
             self._alive.clear()
 
+    def _find_device(self) -> torch.device:
+        return next(p.device for m in self.modules for p in m.parameters())
+
     @property
     def resident_bytes(self) -> int:
         """Bytes that wait on the device now, those on their way from it included."""
-        while self.gone:
-            self._resident -= self.gone.popleft()
-        return self._resident + self._flying
+        return self._waiting() + self._flying
+
+    def _waiting(self) -> int:
+        while self._notes.gone:
+            self._resident -= self._notes.gone.popleft()
+        return self._resident
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
@@ -241,17 +211,21 @@ class Offload:
             version = Version(t, self._nothing)
             stored = self._known.get(storage._cdata)
             if stored is None or stored.version.changed:
-                stored = Stored(self, storage, version, self._number)
                 self._number += 1
-                self._known[storage._cdata] = stored
-                self._place(
-                    stored, torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
+                source: Any = StorageWeakRef
+                data = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
+                stored = Stored(
+                    self._number, len(data), source(storage), version, self._notes, data
                 )
-            return View(t, stored, version)
+                self._known[storage._cdata] = stored
+                self._place(stored)
+            flags = t.is_conj(), t.is_neg()
+            offset = int(t.storage_offset())
+            return View(stored, version, t.dtype, offset, t.shape, t.stride(), *flags)
 
     def _storage_of(self, t: Tensor) -> torch.UntypedStorage | None:
         """The storage a saved tensor keeps alive; None where it does not, or is not a plain one."""
-        if type(t) not in (Tensor, nn.Parameter) or t.device != self._device:
+        if type(t) not in (Tensor, nn.Parameter) or t.device != self.device:
             return None
         if t.layout is not torch.strided or t.is_quantized or t.is_nested:
             return None
@@ -260,12 +234,13 @@ class Offload:
             self._alive[storage._cdata] = storage  # such as FSDP2's unsharded ones
         return None if storage._cdata in self._alive or not storage.nbytes() else storage
 
-    def _place(self, stored: Stored, data: Tensor) -> None:
+    def _place(self, stored: Stored) -> None:
         """Keep a new storage, or send it to the host."""
         self._land()
-        stored.data = data
         self._resident += stored.num_bytes
-        if self._limit is not None and self.resident_bytes > self._limit:
+        if self._limit is None:
+            pass
+        elif self._waiting() > self._limit:
             if self._limit == self.budget:
                 self._limit -= self.window
                 self._make_room(stored.num_bytes)
@@ -278,7 +253,7 @@ class Offload:
     def _make_room(self, but: int) -> None:
         """Send away what was kept last, until the rest is within the limit; the new one aside."""
         assert self._limit is not None
-        excess, late = self.resident_bytes - but - self._limit, []
+        excess, late = self._waiting() - but - self._limit, []
         while excess > 0 and self._kept:
             stored = self._kept.pop()()
             if stored is not None and stored.num_bytes >= GRAIN:
@@ -290,17 +265,18 @@ class Offload:
 
     def _send(self, stored: Stored) -> None:
         """To the host; the source is held until the copy has ended, or the device waits for it."""
-        source, stored.data = stored.data, None
+        num_bytes, source = stored.num_bytes, stored.data
         assert source is not None
-        while self._flights and self._flying + stored.num_bytes > self.window:
+        host = self._notes.pool.take(num_bytes)
+        while self._flights and self._flying + num_bytes > self.window:
             self._land(wait=True)
-        stored.host = self.pool.take(stored.num_bytes)
-        self._flights.append((self._copies.out(source, stored.host), source))
-        self._resident -= stored.num_bytes
-        self._flying += stored.num_bytes
-        self.offloaded_bytes += stored.num_bytes
+        self._flights.append((self._copies.out(source, host), source))
+        stored.host, stored.data = host, None
+        self._resident -= num_bytes
+        self._flying += num_bytes
+        self.offloaded_bytes += num_bytes
         stored.before, self._last = self._last, weakref.ref(stored)
-        self._land(wait=stored.num_bytes > self.window)
+        self._land(wait=num_bytes > self.window)
 
     def _land(self, *, wait: bool = False) -> None:
         """Let go of what has been copied; with `wait`, of the oldest copy in any case."""
@@ -310,8 +286,8 @@ class Offload:
                 self._copies.wait(event)
             self._flying -= source.numel()
             wait = False
-        while self.unused and self.unused[0][0].query():
-            self.unused.popleft()
+        while self._notes.unread and self._notes.unread[0][0].query():
+            self._notes.unread.popleft()
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -354,116 +330,6 @@ class Offload:
                 self._fetch(following)
             front = following
         self._front = weakref.ref(front)
-
-
-class Pool:
-    """Buffers on the host, used again by size: only the first update asks for memory."""
-
-    def __init__(self, memory: Callable[[int], Tensor] | None = None) -> None:
-        self._memory = memory
-        self._free: defaultdict[int, deque[Host]] = defaultdict(deque)
-        self._slab: Tensor | None = None
-        self.num_bytes = 0
-
-    def take(self, num_bytes: int) -> Host:
-        """A buffer of at least `num_bytes`; the one that was given back first."""
-        size = -(-num_bytes // GRAIN) * GRAIN
-        if free := self._free[size]:
-            return free.popleft()
-        if self._slab is None or len(self._slab) < size:
-            assert self._memory is not None
-            whole = 1 << (max(SLAB, 4 * size) - 1).bit_length()  # pinned memory comes in such sizes
-            self._slab = self._memory(whole)
-            self.num_bytes += whole
-        buffer, self._slab = self._slab[:size], self._slab[size:]
-        return Host(buffer)
-
-    def give(self, host: Host) -> None:
-        """Take a buffer back. Its last copy may still be on its way: the next one waits for it."""
-        self._free[len(host.data)].append(host)
-
-
-class Mapped:
-    """Copies on a CPU, at once, into a mapping of a temporary file that has no name."""
-
-    def memory(self, num_bytes: int) -> Tensor:
-        """Raises LeanError when the disk is full: later, a page without room would be a signal."""
-        with tempfile.TemporaryFile() as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-            except OSError as error:
-                rule = f"no {num_bytes / 1e6:.0f} MB for activations in {tempfile.gettempdir()}"
-                remedy = "Make room, point TMPDIR elsewhere, or raise memory.activations."
-                raise problem("memory.activations", error.strerror, rule, remedy) from error
-            return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
-
-    def out(self, source: Tensor, host: Host) -> Event:
-        host.data[: len(source)].copy_(source)
-        return _PAST
-
-    def back(self, host: Host, num_bytes: int) -> tuple[Tensor, Event]:
-        return host.data[:num_bytes].clone(), _PAST
-
-    def wait(self, event: Event) -> None:
-        pass
-
-
-class Pinned:
-    """Copies between a CUDA device and pinned memory, on a stream for each direction.
-
-    `current_stream` is the one the network runs on; autograd runs a node's backward on the stream
-    of its forward. Memory of the device is allocated and freed on that stream, so the order of its
-    kernels decides when memory is used again, and no `record_stream` is needed:
-
-    * out: the copy comes after what wrote the source. Until the copy has ended, or that stream
-      waits for it, `Offload` holds the source.
-    * back: the copy comes after what was queued when its memory was allocated, which may still be
-      used by that. Whoever reads it waits for the copy; unread, `Offload` holds it until its end.
-    * a buffer's next copy, in either direction, comes after its last one.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._outwards, self._backwards = torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-    def memory(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def out(self, source: Tensor, host: Host) -> Event:
-        return self._copy(self._outwards, host, host.data[: len(source)], source)
-
-    def back(self, host: Host, num_bytes: int) -> tuple[Tensor, Event]:
-        data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return data, self._copy(self._backwards, host, data, host.data[:num_bytes])
-
-    def wait(self, event: Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
-
-    def _copy(self, stream: Any, host: Host, to: Tensor, source: Tensor) -> Event:
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        if host.last is not None:
-            stream.wait_event(host.last)
-        with torch.cuda.stream(stream):
-            to.copy_(source, non_blocking=True)
-        host.last = event = stream.record_event()
-        return event
-
-
-def copies_for(device: torch.device) -> Copies:
-    """Pinned memory and streams for CUDA; files for a CPU."""
-    return Pinned(device) if device.type == "cuda" else Mapped()
-
-
-class _Past:
-    def query(self) -> bool:
-        return True
-
-
-_PAST = _Past()
-
-
-def _no_one() -> None:
-    return None
 
 
 def _require(unchanged: bool, shape: torch.Size) -> None:
