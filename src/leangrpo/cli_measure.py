@@ -48,6 +48,18 @@ def bench(
     groups: Annotated[
         str, typer.Option(metavar="N,N,...", help="With --ledger: the group sizes.")
     ] = "4,16,64",
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Measure retain within a budget of activations instead."),
+    ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With --offload: such as 64MiB. Default: a tenth of what retain needs.",
+            show_default=False,
+        ),
+    ] = None,
     nproc: Nproc = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -72,6 +84,11 @@ def bench(
         from .bench_memory import ledger as measure
 
         write_json(json_file, measure(config, names, counts("--groups", groups)))
+        return
+    if offload:
+        from .bench_offload import offload as compare
+
+        write_json(json_file, compare(config, size_of("--budget", budget), rounds))
         return
     from .bench import bench as run
     from .parallel import leave

@@ -15,7 +15,8 @@ system may write to the disk: what leaves is the process's own (anonymous) memor
 
 Gradients are those of graphs left alone, bit by bit: a storage comes back with the same bytes, and
 views of one storage as views of one storage. Weights and buffers are neither copied nor counted,
-nor are the unsharded parameters of FSDP2, whose memory comes and goes by itself.
+nor are the unsharded parameters of FSDP2, whose memory comes and goes by itself. Of a checkpointed
+block its inputs are kept like any other saved tensor; what its recomputation saves is not.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .copies import GRAIN, Copies, Event, Host, Pool, copies_for
@@ -144,7 +148,7 @@ class Offload:
     ) -> None:
         self.modules, self.budget = list(modules), budget
         self.window = 0 if budget is None else budget // WINDOW
-        self._open: list[Any] = []
+        self._open: list[ExitStack] = []
         self._lock = threading.RLock()  # a backward has threads of its own
         self.device = self._find_device()
         self._copies = (copies or copies_for)(self.device)
@@ -171,19 +175,29 @@ class Offload:
                 f"The network was on {self.device} when its activations got a budget, and is on "
                 f"{device} now: make the schedule after moving it."
             )
+        opened = ExitStack()
         for module in self.modules:  # every time: an adapter may have been added
-            for t in (*module.parameters(), *module.buffers()):
-                storage = t.untyped_storage()
-                self._alive[storage._cdata] = storage
+            self._spare(module)
+            for part in module.modules():
+                if isinstance(part, FSDPModule):  # its own hook, which unshards, comes first
+                    handle = part.register_forward_pre_hook(self._spare)
+                    opened.callback(handle.remove)
         hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        hooks.__enter__()
-        self._open.append(hooks)
+        opened.enter_context(hooks)
+        self._open.append(opened)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._open.pop().__exit__(*exception)
+        self._open.pop().close()
         if not self._open:
             self._alive.clear()
+
+    def _spare(self, module: nn.Module, *_: object) -> None:
+        """Leave a module's weights and buffers alone: they are there anyway."""
+        for t in (*module.parameters(), *module.buffers()):
+            if not isinstance(t, DTensor):  # sharded: no graph saves it
+                storage = t.untyped_storage()
+                self._alive[storage._cdata] = storage
 
     def _find_device(self) -> torch.device:
         return next(p.device for m in self.modules for p in m.parameters())
@@ -230,8 +244,6 @@ class Offload:
         if t.layout is not torch.strided or t.is_quantized or t.is_nested:
             return None
         storage = t.untyped_storage()
-        if isinstance(t if t._base is None else t._base, nn.Parameter):
-            self._alive[storage._cdata] = storage  # such as FSDP2's unsharded ones
         return None if storage._cdata in self._alive or not storage.nbytes() else storage
 
     def _place(self, stored: Stored) -> None:
