@@ -106,8 +106,6 @@ class _Job:
 
     def update(self, schedule: Retain, mark: Any = None) -> list[Tensor | None]:
         """One group's gradients, with advantages of one and minus one."""
-        for parameter in self.policy.parameters:
-            parameter.grad = None
         rollout, num = self.config.rollout, len(self.steps.selected)
 
         def take(transition: Transition) -> None:
@@ -124,7 +122,10 @@ class _Job:
             mark("backward")
         schedule.advantages({key: 1.0 if key.generation % 2 else -1.0 for key in keys})
         schedule.finish()
-        return [None if p.grad is None else p.grad.clone() for p in self.policy.parameters]
+        gradient = [p.grad for p in self.policy.parameters]
+        for parameter in self.policy.parameters:
+            parameter.grad = None
+        return gradient
 
     def measure(self, schedule: Retain) -> dict[str, int]:
         """What the allocator says of an update."""

@@ -15,10 +15,12 @@ from .cli_options import (
     is_run,
     launch_ranks,
     load,
+    size_of,
     write_json,
 )
 from .config import bare_config
 from .cookbook import is_recipe
+from .errors import problem
 from .launch import check_for
 
 app = typer.Typer()
@@ -68,6 +70,9 @@ def bench(
     Examples: leangrpo bench; torchrun --nproc-per-node 2 -m leangrpo bench --collectives
     """
     check_writable(json_file)
+    num_bytes = size_of("--budget", budget)
+    if num_bytes is not None and not offload:
+        raise problem("--budget", budget, "only --offload has a budget", "Add --offload.")
     config = load(settings)
     if nproc is not None:
         check_for(config, nproc, resume=True)  # it leaves a run's folder alone
@@ -88,7 +93,7 @@ def bench(
     if offload:
         from .bench_offload import offload as compare
 
-        write_json(json_file, compare(config, size_of("--budget", budget), rounds))
+        write_json(json_file, compare(config, num_bytes, rounds))
         return
     from .bench import bench as run
     from .parallel import leave

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .copies import GRAIN, Copies, Event, Host, Pool, copies_for
+from .copies import Copies, Event, Host, Pool, copies_for
 from .errors import LeanError
 
 WINDOW = 4
@@ -164,10 +164,15 @@ class Offload:
         self._kept: list[weakref.ref[Stored]] = []
         self._alive: dict[int, torch.UntypedStorage] = {}
         self._limit = self.budget
+        self._ahead: list[weakref.ref[Stored]] = []
         self._last: Callable[[], Stored | None] = _no_one
         self._front: Callable[[], Stored | None] = _no_one
         self._lowest = self.offloaded_bytes = self.peak_bytes = 0
         self._note_peak()
+
+    def cut(self) -> None:
+        """What follows is another graph: the backward of one does not bring back the other's."""
+        self._last = _no_one
 
     def __enter__(self) -> Offload:
         if (device := self._find_device()) != self.device:
@@ -256,8 +261,7 @@ class Offload:
             if self._limit == self.budget:
                 self._limit -= self.window
                 self._make_room(stored.num_bytes)
-            if stored.num_bytes >= GRAIN:
-                self._send(stored)
+            self._send(stored)
         elif self._limit == self.budget:
             self._kept.append(weakref.ref(stored))
         self._note_peak()
@@ -268,7 +272,7 @@ class Offload:
         excess, late = self._waiting() - but - self._limit, []
         while excess > 0 and self._kept:
             stored = self._kept.pop()()
-            if stored is not None and stored.num_bytes >= GRAIN:
+            if stored is not None:
                 late.append(stored)
                 excess -= stored.num_bytes
         self._kept.clear()
@@ -313,6 +317,7 @@ class Offload:
             if stored.host is not None:
                 self._land()
                 if stored.data is None:
+                    self._make_way(stored.num_bytes)
                     self._fetch(stored)
                 assert stored.event is not None
                 self._copies.wait(stored.event)
@@ -328,6 +333,17 @@ class Offload:
         self._resident += stored.num_bytes
         self._note_peak()
 
+    def _make_way(self, num_bytes: int) -> None:
+        """Let go of what was brought back last and not read yet: the host has it still."""
+        assert self.budget is not None
+        while self._ahead and self.resident_bytes + num_bytes > self.budget:
+            stored = self._ahead.pop()()
+            if stored is not None and stored.event is not None and not stored.waited:
+                self._copies.wait(stored.event)
+                stored.data, stored.waited = None, True
+                self._resident -= stored.num_bytes
+                self._front = _no_one
+
     def _prefetch(self, stored: Stored) -> None:
         """Bring back what was packed before, as far as the budget goes: backward needs it next."""
         assert self.budget is not None
@@ -340,6 +356,7 @@ class Offload:
                 if self.resident_bytes + following.num_bytes > self.budget:
                     break
                 self._fetch(following)
+                self._ahead.append(weakref.ref(following))
             front = following
         self._front = weakref.ref(front)
 

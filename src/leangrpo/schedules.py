@@ -370,6 +370,8 @@ class Retain(_Deferred):
         self._require_open("transition")
         self.guard.accept(transition, self.name)
         self._pending.append(transition)
+        if self.offload is not None:
+            self.offload.cut()
 
     def _differentiate(self, t: Transition) -> None:
         advantages = self._advantages_of(t)
