@@ -203,7 +203,7 @@ def test_later_overrides_win() -> None:
         (
             "schedule=reweigth",
             "`schedule` is 'reweigth': it must be auto, native, retain, reweight or "
-                "streaming. "
+            "streaming. "
             "Did you mean `reweight`?",
         ),
         ("advantage.ddof=2", "`advantage.ddof` is 2: it must be 0 or 1."),

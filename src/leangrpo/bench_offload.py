@@ -57,7 +57,9 @@ def offload(config: Config, budget: int | None = None, rounds: int = 3) -> dict[
 
     plain, bounded = job.retain(None), job.retain(budget)
     assert bounded.offload is not None
-    rows = [{"schedule": name, "budget": b} for name, b in (("retain", None), ("budget", budget))]
+    rows: list[dict[str, Any]] = [
+        {"schedule": name, "budget": b} for name, b in (("retain", None), ("budget", budget))
+    ]
     seconds: dict[str, list[float]] = {"retain": [], "budget": []}
     for row, schedule in zip(rows, (plain, bounded), strict=True):
         row |= job.measure(schedule)
@@ -71,7 +73,7 @@ def offload(config: Config, budget: int | None = None, rounds: int = 3) -> dict[
             job.settle()
             seconds[name].append(time.perf_counter() - start)
     for row in rows:
-        row["seconds"] = statistics.median(seconds[str(row["schedule"])])
+        row["seconds"] = statistics.median(seconds[row["schedule"]])
     result = {
         "pipeline": config.model.pipeline,
         "train": config.model.train,

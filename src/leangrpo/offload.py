@@ -5,8 +5,8 @@ that be packed and unpacked (`torch.autograd.graph.saved_tensors_hooks`). What i
 where each *storage* waits, as several saved tensors may be views of one:
 
 * on the device, while all that waits there fits into the budget;
-* else in the host's memory. From the first storage that does not fit, a quarter of the budget is
-  left to copies on their way: out while the sampler goes on, back shortly before backward needs
+* else in the host's memory. From the first storage that does not fit, a quarter of the budget (more
+  where storages are large) is left to copies on their way: out while the sampler goes on, back shortly before backward needs
   them, which is in the reverse order of packing.
 
 On CUDA the host's memory is pinned, and the copies have streams of their own. On a CPU it would be
@@ -40,6 +40,10 @@ from .errors import LeanError
 
 WINDOW = 4
 """One part in this many of the budget is for copies on their way, once not everything fits."""
+
+NODE = 6
+"""That part holds so many of the largest storage at least: what a node of the backward reads at
+once. Attention saves five tensors: queries, keys, values, what it returns and the sums."""
 
 
 def _no_one() -> None:
@@ -147,7 +151,7 @@ class Offload:
         copies: Callable[[torch.device], Copies] | None = None,
     ) -> None:
         self.modules, self.budget = list(modules), budget
-        self.window = 0 if budget is None else budget // WINDOW
+        self.window = self._largest = 0
         self._open: list[ExitStack] = []
         self._lock = threading.RLock()  # a backward has threads of its own
         self.device = self._find_device()
@@ -163,7 +167,7 @@ class Offload:
         self._known: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
         self._kept: list[weakref.ref[Stored]] = []
         self._alive: dict[int, torch.UntypedStorage] = {}
-        self._limit = self.budget
+        self._limit, self._full = self.budget, False
         self._ahead: list[weakref.ref[Stored]] = []
         self._last: Callable[[], Stored | None] = _no_one
         self._front: Callable[[], Stored | None] = _no_one
@@ -255,14 +259,18 @@ class Offload:
         """Keep a new storage, or send it to the host."""
         self._land()
         self._resident += stored.num_bytes
-        if self._limit is None:
+        self._largest = max(self._largest, stored.num_bytes)
+        if self.budget is None or self._limit is None:
             pass
         elif self._waiting() > self._limit:
-            if self._limit == self.budget:
-                self._limit -= self.window
+            if not self._full:
+                self._full = True
+                part = max(self.budget // WINDOW, NODE * self._largest)
+                self.window = min(self.budget, part)
+                self._limit = self.budget - self.window
                 self._make_room(stored.num_bytes)
             self._send(stored)
-        elif self._limit == self.budget:
+        elif not self._full:
             self._kept.append(weakref.ref(stored))
         self._note_peak()
 
