@@ -23,7 +23,8 @@ from leangrpo.offload import Offload
 from leangrpo.pipeline import Sampling
 from leangrpo.policy import Policy
 from leangrpo.schedules import Native, Retain
-from leangrpo.setup import make_policy
+from leangrpo.setup import make_policy, make_schedule
+from leangrpo.stopwatch import Stopwatch
 
 KIB = 1 << 10
 
@@ -152,12 +153,16 @@ def test_pipelines(name: str, groups: int) -> None:
         assert bounded.offload.peak_bytes <= budget
         assert bounded.offload.offloaded_bytes >= counting.offload.peak_bytes - budget
         assert bounded.offload.resident_bytes == 0
-    if name == "embedded":
-        with torch.no_grad():  # a rank that samples nothing of its own has no graph: nothing kept
-            before = bounded.offload.offloaded_bytes
-            with bounded.sampling():
-                policy.sample(["ab"], [SampleKey(1, 0, 0)], grad=False, decode=False)
-            assert bounded.offload.offloaded_bytes == before
+
+
+@pytest.mark.parametrize("size", ["null", "16MiB"])
+def test_the_setting_reaches_the_schedule(size: str) -> None:
+    config = load_config("embedded", ["schedule=retain", f"memory.activations={size}"])
+    policy = tiny(tiny_sd3, "sd3")
+    schedule = make_schedule(config, policy, Stopwatch(policy.device))
+    assert isinstance(schedule, Retain)
+    budget = None if schedule.offload is None else schedule.offload.budget
+    assert budget == (None if size == "null" else 16 << 20)
 
 
 # -- what a budget of zero says about every storage ------------------------------------------------

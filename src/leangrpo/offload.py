@@ -6,8 +6,8 @@ where each *storage* waits, as several saved tensors may be views of one:
 
 * on the device, while all that waits there fits into the budget;
 * else in the host's memory. From the first storage that does not fit, a quarter of the budget (more
-  where storages are large) is left to copies on their way: out while the sampler goes on, back shortly before backward needs
-  them, which is in the reverse order of packing.
+  where storages are large) is left to copies on their way: out while the sampler goes on, back
+  shortly before backward needs them, which is in the reverse order of packing.
 
 On CUDA the host's memory is pinned, and the copies have streams of their own. On a CPU it would be
 the same memory, so there it is a mapping of a temporary file without a name, whose pages the
