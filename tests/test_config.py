@@ -481,6 +481,14 @@ def test_unreadable_sources(tmp_path: Path) -> None:
             "module 'os' has no attribute 'no_such_thing'. Modules are searched in "
             f"{Path.cwd()} and the installed packages.",
         ),
+        *(
+            (
+                f"schedule={schedule} memory.activations=1KiB",
+                "`memory.activations` is 1024: only retain keeps activations, and schedule is "
+                f"{schedule}. Set it to null, or schedule=retain.",
+            )
+            for schedule in ("native", "reweight", "streaming")
+        ),
         ("rewards.0.name=os:sep", "`rewards.0.name` is 'os:sep': it is not callable but str."),
         (
             "model.pipeline=./no/such/folder",
@@ -506,6 +514,8 @@ def test_refused_by_check(overrides: str, line: str, prompts: list[str]) -> None
         "selection.outside=deterministic",
         "rollout.micro_batch=4 schedule=retain",
         "rollout.micro_batch=4 schedule=reweight model.activation_checkpointing=true",
+        "schedule=retain memory.activations=0",
+        "schedule=auto memory.activations=2GiB",
         "kernel.name=flow_sde_wan kernel.noise_level=null",
         "model.pipeline=someone/some-model.v1",
         "rewards.0.name=os.path:join",

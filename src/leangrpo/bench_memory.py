@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .advantages import group_advantages
 from .config import Config
-from .data import SampleKey
+from .data import SampleKey, Transition
 from .errors import problem
 from .memory import peak_memory
 from .noise import generator
@@ -100,7 +100,7 @@ def update(
     size = config.rollout.micro_batch
     for first in range(0, group, size):
         keys = [SampleKey(0, 0, m) for m in range(first, first + size)]
-        _sample(policy, schedule, steps, keys)
+        sample_group(policy, schedule, steps, keys, schedule.transition)
         schedule.rewards({k: [float(rewards[0, k.generation])] for k in keys})
     every = range(group)
     own: dict[Hashable, float] = {SampleKey(0, 0, m): float(advantages[0, m]) for m in every}
@@ -116,7 +116,14 @@ def take_gradient(policy: Policy) -> Tensor:
     return torch.cat(found)
 
 
-def _sample(policy: Policy, schedule: Schedule, steps: Selection, keys: list[SampleKey]) -> None:
+def sample_group(
+    policy: Policy,
+    schedule: Schedule,
+    steps: Selection,
+    keys: list[SampleKey],
+    take: Callable[[Transition], None],
+) -> None:
+    """A forward as a schedule wants it, without pictures; its transitions go to `take`."""
     with schedule.sampling():
         policy.sample(
             ["a test"] * len(keys),
@@ -126,7 +133,7 @@ def _sample(policy: Policy, schedule: Schedule, steps: Selection, keys: list[Sam
             grad=schedule.needs_graph,
             capture=schedule.capture,
             decode=False,
-            on_transition=schedule.transition,
+            on_transition=take,
         )
 
 

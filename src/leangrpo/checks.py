@@ -65,6 +65,7 @@ def check(config: Config, *, resume: bool = False, files: bool = True) -> None:
         _check_streaming,
         _check_objective,
         _check_parallel,
+        _check_memory,
         _check_model,
         _check_rewards,
         _check_scoring,
@@ -339,6 +340,15 @@ def _check_parallel(config: Config) -> Iterator[LeanError]:
     if p.ledger_device == "host" and not has_ledger:
         rule = f"only reweight has a ledger, and schedule is {config.schedule}"
         yield problem("parallel.ledger_device", p.ledger_device, rule, "Set it to accelerator.")
+
+
+def _check_memory(config: Config) -> Iterator[LeanError]:
+    """Only retain keeps graphs; `auto` may choose it."""
+    activations = config.memory.activations
+    if activations is not None and config.schedule not in ("retain", "auto"):
+        rule = f"only retain keeps activations, and schedule is {config.schedule}"
+        remedy = "Set it to null, or schedule=retain."
+        yield problem("memory.activations", activations, rule, remedy)
 
 
 def _nearest_divisor(num: int, near: int) -> int:

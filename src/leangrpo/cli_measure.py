@@ -15,6 +15,7 @@ from .cli_options import (
     is_run,
     launch_ranks,
     load,
+    size_of,
     write_json,
 )
 from .config import bare_config
@@ -58,6 +59,18 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Measure retain within a budget of activations instead."),
+    ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With --offload: such as 64MiB. Default: a tenth of what retain needs.",
+            show_default=False,
+        ),
+    ] = None,
     nproc: Nproc = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -67,11 +80,22 @@ def bench(
     """
     check_writable(json_file)
     sizes = None if micro_batches is None else counts("--micro-batches", micro_batches)
-    if sizes is not None and (ledger or collectives or (nproc or 1) > 1):
-        rule = "it goes with neither --ledger nor --collectives, and times one process"
-        raise problem("--micro-batches", micro_batches, rule, "Leave the other option out.")
+    kinds = {
+        "--collectives": collectives,
+        "--ledger": ledger,
+        "--micro-batches": sizes is not None,
+        "--offload": offload,
+    }
+    asked = [name for name, wanted in kinds.items() if wanted]
+    if len(asked) > 1:
+        raise problem(asked[1], True, f"it measures something else than {asked[0]}", "Take one.")
+    if asked and not collectives and (nproc or 1) > 1:
+        raise problem("--nproc", nproc, f"{asked[0]} measures one process", "Leave it out.")
     # one of them stands for the micro-batch, which has to divide the group, of the recipe
     config = load([*(settings or []), *([] if sizes is None else ["rollout.micro_batch=1"])])
+    num_bytes = size_of("--budget", budget)
+    if num_bytes is not None and not offload:
+        raise problem("--budget", budget, "only --offload has a budget", "Add --offload.")
     if nproc is not None:
         check_for(config, nproc, resume=True)  # it leaves a run's folder alone
     else:
@@ -92,6 +116,11 @@ def bench(
         from .bench_batches import batches
 
         write_json(json_file, batches(config, sizes, rounds, names))
+        return
+    if offload:
+        from .bench_offload import offload as compare
+
+        write_json(json_file, compare(config, num_bytes, rounds))
         return
     from .bench import bench as run
     from .parallel import leave

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 
 from .config import Config, load_config
 from .errors import LeanError, problem
 from .launch import launch
+from .settings_model import Size
 
 Settings = Annotated[
     list[str] | None,
@@ -96,6 +98,14 @@ def counts(option: str, text: str) -> list[int]:
     except ValueError:
         rule = "it must be whole numbers with commas between them"
         raise problem(option, text, rule, "Such as 4,16,64.") from None
+
+
+def size_of(option: str, text: str | None) -> int | None:
+    """Bytes, from a number of them or a text such as 64MiB."""
+    try:
+        return TypeAdapter(Size | None).validate_python(text)
+    except ValidationError as error:
+        raise problem(option, text, "it must be a size such as 64MiB") from error
 
 
 def launch_ranks(

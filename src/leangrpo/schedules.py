@@ -33,6 +33,7 @@ from .data import Transition
 from .errors import LeanError
 from .gradients import Gradients, Local
 from .guard import Guard
+from .offload import Offload
 from .stopwatch import Stopwatch
 
 Target = Guard | nn.Module | Iterable[nn.Module] | Any
@@ -333,17 +334,44 @@ class Retain(_Deferred):
     """Keep the rollout's graphs until the advantage is known (paper eq. 6).
 
     Bitwise the native gradient on deterministic kernels: the same graphs, differentiated in the
-    same order with the same seeds. Memory grows with the selected steps and the group.
+    same order with the same seeds. Memory grows with the selected steps and the group, unless
+    `activations` says how many bytes of them may wait on the device (`offload`, sampled inside
+    `sampling()`).
     """
 
     name = "retain"
     needs_graph = True
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        activations: int | None = None,
+        kl: float = 0.0,
+        gradients: Gradients | None = None,
+        watch: Stopwatch | None = None,
+    ) -> None:
+        """`activations`: bytes that may wait on the device, None for all (`Offload`)."""
+        super().__init__(target, kl=kl, gradients=gradients, watch=watch)
+        self.offload = None if activations is None else Offload(self.guard.modules, activations)
+
+    def sampling(self) -> AbstractContextManager[Any]:
+        """What autograd saves meanwhile is kept within the budget, where there is one."""
+        return nullcontext() if self.offload is None else self.offload
+
+    def begin(self, num_samples: int, num_steps: int) -> None:
+        """Open an update; see `Schedule`."""
+        super().begin(num_samples, num_steps)
+        if self.offload is not None:
+            self.offload.begin()
 
     def transition(self, transition: Transition) -> None:
         """Keep a step with its graph. Raises StaleGraphError when the graph cannot be used."""
         self._require_open("transition")
         self.guard.accept(transition, self.name)
         self._pending.append(transition)
+        if self.offload is not None:
+            self.offload.cut()
 
     def _differentiate(self, t: Transition) -> None:
         advantages = self._advantages_of(t)

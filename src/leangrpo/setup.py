@@ -390,7 +390,13 @@ def make_schedule(
         "watch": watch,
     }
     makers: dict[str, Callable[[], Schedule]] = {
-        "retain": lambda: Retain(policy, kl=kl, gradients=gradients, watch=watch),
+        "retain": lambda: Retain(
+            policy,
+            activations=config.memory.activations,
+            kl=kl,
+            gradients=gradients,
+            watch=watch,
+        ),
         "reweight": lambda: Reweight(policy, **waiting),
         "streaming": lambda: Streaming(policy, **waiting),
         "native": lambda: Native(
