@@ -318,7 +318,7 @@ def test_unreadable_sources(tmp_path: Path) -> None:
             "update's own rewards. Take prompt or global, or schedule=reweight.",
         ),
         (
-            "schedule=streaming rollout={generations: 32, micro_batch: 1} advantage.clip=5",
+            "schedule=streaming rollout.generations=32 rollout.micro_batch=1 advantage.clip=5",
             "`advantage.clip` is 5.0: an advantage can be as large as 5.57, and schedule "
             "streaming cannot clip it. Set it to null, or schedule=reweight.",
         ),
