@@ -483,7 +483,7 @@ def test_unreadable_sources(tmp_path: Path) -> None:
         ),
         *(
             (
-                f"schedule={schedule} memory.activations=1KiB",
+                f"schedule={schedule} memory.activations=1024",
                 "`memory.activations` is 1024: only retain keeps activations, and schedule is "
                 f"{schedule}. Set it to null, or schedule=retain.",
             )
