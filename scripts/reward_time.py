@@ -26,8 +26,10 @@ from leangrpo.setup import Setup, set_up
 from leangrpo.train import one_update
 
 SMALL = (
-    "rollout={prompts: 16, generations: 8, micro_batch: 2}",
+    "rollout={prompts: 8, generations: 8, micro_batch: 2}",
     "prompts.heldout=null",
+    "sampling.steps=6",
+    "selection.steps=[1, 2]",
     "run.threads=1",
 )
 

@@ -49,11 +49,11 @@ def _size(value: object) -> object:
     """Bytes from a number of them or a text such as 2GiB, 512MiB or 48GB."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kMGT])(i)?)?B?", str(value))
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kKMGT])(i)?)?B?", str(value))
     if not found or isinstance(value, bool):
         raise ValueError("must be a number of bytes, a size such as 2GiB or 512MiB, or null")
     number, prefix, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(prefix or " "))
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
 
 
 Size = Annotated[int, BeforeValidator(_size)]
