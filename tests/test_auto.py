@@ -141,5 +141,5 @@ def test_a_limit_takes_a_smaller_option(run: Path, tmp_path: Path) -> None:
 def test_nothing_fits(tmp_path: Path) -> None:
     """Refused before a run folder exists."""
     with pytest.raises(LeanError, match="`schedule` is 'auto'"):
-        train(settings(tmp_path / "run", "memory.limit=1MiB"), quiet=True)
+        train(settings(tmp_path / "run", "memory.limit=100KiB"), quiet=True)
     assert not (tmp_path / "run").exists()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .components import main_dtype
+from .errors import LeanError
 from .tape import Finished, Tape
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class DenoiserHook:
         self.policy, self.name = policy, name
         self.dtype = policy.dtype or main_dtype(module)
         self.names = list(inspect.signature(module.forward).parameters)
+        self.order_known = False
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -45,7 +47,29 @@ class DenoiserHook:
         if tape is not None and tape.capture is not None:
             first = args[0] if args else kwargs.get(self.names[0], kwargs)
             tape.capture.rows = len(first)
+            self._check_order(first, len(tape.keys))
         return args, kwargs
+
+    def _check_order(self, first: Any, num: int) -> None:
+        """Raise LeanError where guidance puts the rows of a sample beside each other.
+
+        `first` `(n, ...)` is what the denoiser is called with for `num` samples. A capture takes
+        row k for sample k mod `num`, as where whole batches are stacked, and would mix them up.
+        """
+        n = len(first)
+        if self.order_known or num < 2 or n == num or n % num or not isinstance(first, Tensor):
+            return
+        rows = first.detach().reshape(n, -1)
+        stacked, beside = rows.view(n // num, num, -1), rows.view(num, n // num, -1)
+        is_stacked = bool((stacked == stacked[:1]).all())
+        is_beside = bool((beside == beside[:, :1]).all())
+        if is_beside and not is_stacked:
+            raise LeanError(
+                f"{type(self.policy.pipe).__name__} calls its denoiser with the rows of a sample "
+                "beside each other, not with whole batches one after another: reweight cannot "
+                "tell the samples apart. Use rollout.micro_batch=1, or schedule retain or native."
+            )
+        self.order_known = is_stacked != is_beside
 
     def _plan(self, tape: Tape) -> None:
         """One step tells all, unless some denoisers are frozen: then every step must tell whose."""
