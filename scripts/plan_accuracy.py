@@ -141,6 +141,7 @@ class Bench:
             s.optimizer,
             s.scorer,
             s.examples[0],
+            len(s.examples),
         )
         return auto.decide()
 

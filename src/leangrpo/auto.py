@@ -60,6 +60,7 @@ class Auto:
     optimizer: torch.optim.Optimizer
     scorer: Scorer
     example: Example
+    examples: int
     others: Sequence[Tensor] = ()
     missing: dict[Key, str] = field(default_factory=dict, init=False)
     steps: dict[Key, StepCost] = field(default_factory=dict, init=False)
@@ -86,7 +87,8 @@ class Auto:
         offload = policy.device.type == "cuda"
         limit = self.limit()
         options, left = candidates(config, ranks=world.size, held=layout.held, offload=offload)
-        load = workload(config, policy.plan().std.tolist(), layout, shards=world.shards)
+        stds = policy.plan().std.tolist()
+        load = workload(config, stds, layout, shards=world.shards, examples=self.examples)
         self.probe = Probe(policy, self.gradients, world, self.example.prompt, load.selected)
         fixed = self._fixed()
         for checkpointing in (False, True):
@@ -190,6 +192,7 @@ class Auto:
             add=add,
             reduce=reduce,
             optimizer=optimizer,
+            check=probe.check(),
             host_bandwidth=probe.host_bandwidth(),
         )
         every: list[Costs] = self.world.share_all(own)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from .config import Config
 from .costs import Costs, Key, Option, Workload
 from .errors import LeanError, problem
 from .layout import Layout
+from .pipeline import PROMPTS
 from .planner import MARGIN, NOISE, LeftOut, Prediction, predict
 from .selection import select
 from .solver import Flash, num_steps
@@ -75,13 +76,18 @@ class Choice:
         return f"schedule: {self.chosen.option.name}, {self.reason}\n{out.getvalue().rstrip()}"
 
     def table(self) -> Table:
-        """A row for each option: what it takes, and whether it fits."""
+        """A row for each option, with its best `rollout.ahead`: what it takes, whether it fits."""
         table = Table(title="Schedules, predicted for an update", title_justify="left")
         table.add_column("option", no_wrap=True)
         for column in ("seconds", "peak"):
             table.add_column(column, justify="right")
         table.add_column("")
-        for p in (*self.fits, *self.too_large):
+        shown: set[tuple[Option, bool]] = set()
+        for p in (self.chosen, *self.fits, *self.too_large):
+            same = replace(p.option, ahead=0), p in self.fits
+            if same in shown:
+                continue
+            shown.add(same)
             said = "too large" if p in self.too_large else ""
             said = "chosen" if p is self.chosen else said
             table.add_row(p.option.name, f"{p.seconds:.4g}", size(p.peak_bytes), said)
@@ -100,12 +106,18 @@ def size(num_bytes: float) -> str:
 
 
 def workload(
-    config: Config, stds: Sequence[float], layout: Layout, *, shards: int = 1, updates: int = 16
+    config: Config,
+    stds: Sequence[float],
+    layout: Layout,
+    *,
+    shards: int = 1,
+    examples: int | None = None,
+    updates: int = 16,
 ) -> Workload:
     """What one rank does in an update; the means over the first `updates` of what is drawn.
 
     `stds` `(T,)` are those of `Policy.plan`, 0 where a step cannot be trained; `layout` that of a
-    part of an update, whatever its micro-batch.
+    part of an update, whatever its micro-batch; `examples` are to be trained on (None = very many).
     """
     r, o, a = config.rollout, config.objective, config.advantage
     flash = config.sampling.flash
@@ -132,6 +144,7 @@ def workload(
         reference=o.needs_reference,
         kl_loss=o.kl > 0,
         baseline=a.baseline == "value",
+        encodes=examples is None or examples > PROMPTS,
         ranks=layout.ranks,
         shards=shards,
         workers=config.scoring.workers,
@@ -170,9 +183,10 @@ def candidates(
 
     Every schedule with every micro-batch that divides the group and is not more than the `held`
     generations of a rank, with activation checkpointing and without; on several `ranks` gradients
-    are added once an update or at every backward. `rollout.ahead` is tried at 0 and 1 where the
-    settings leave it open. Retain's budget of activations is not one of many: `choose` takes the
-    largest that fits, where the host's memory is another than the device's (`offload`).
+    are added once an update or at every backward. `rollout.ahead` is tried at 0, 1 and the forwards
+    of a group where the settings leave it open. Retain's budget of activations is not one of many:
+    `choose` takes the largest that fits, where the host's memory is another than the device's
+    (`offload`).
     """
     most = held or config.rollout.generations
     options: list[Option] = []
@@ -183,7 +197,7 @@ def candidates(
         for m in micro:
             for checkpointing in (False, True):
                 for sync in syncs:
-                    for ahead in _aheads(config):
+                    for ahead in _aheads(config, -(-most // m)):
                         one = Option(schedule, m, checkpointing, sync, None, ahead)
                         try:
                             check(configured(config, one), files=False)
@@ -200,8 +214,10 @@ def candidates(
     return options, list(left.values())
 
 
-def _aheads(config: Config) -> Iterable[int]:
-    return (0, 1) if config.rollout.ahead is None else (config.rollout.ahead,)
+def _aheads(config: Config, forwards: int) -> list[int]:
+    """Rewards waited for at once, a forward later, or as many later as a group has."""
+    ahead = config.rollout.ahead
+    return sorted({0, 1, forwards}) if ahead is None else [ahead]
 
 
 def choose(

@@ -67,7 +67,7 @@ class StepCost:
 
     Seconds: `forward` without gradients, `forward_grad` with, `backward`, `replay` (a call of the
     pipeline for one step with gradients, as native makes it; None = `forward_grad`), `call` (what
-    a call of the pipeline takes before its first step), `decode` (after its last).
+    sampling takes besides its steps and decoding), `encode` (of prompts that are new), `decode`.
 
     Bytes: `kept` by autograd between forward and backward, each storage once and without weights.
     The others are the most that a phase holds above what was there when it began: `forward_peak`,
@@ -88,6 +88,7 @@ class StepCost:
     backward_peak: int
     replay: float | None = None
     call: float = 0.0
+    encode: float = 0.0
     decode: float = 0.0
     decode_peak: int = 0
     waiting: int | None = None
@@ -133,7 +134,8 @@ class Costs:
     `reward_call` of scoring a batch whatever its size, `drag` what sampling loses to each second
     of a reward that is computed beside it (0: nothing, 1: they share one core),
     `add` of adding one gradient onto another, `reduce` of adding a whole gradient over the ranks,
-    `optimizer` of a step. `host_bandwidth`: bytes a second to the host's memory and back.
+    `optimizer` of a step, `check` of comparing the weights with those of the update's start.
+    `host_bandwidth`: bytes a second to the host's memory and back.
     """
 
     steps: Mapping[Key, StepCost]
@@ -151,6 +153,7 @@ class Costs:
     add: float = 0.0
     reduce: float = 0.0
     optimizer: float = 0.0
+    check: float = 0.0
     host_bandwidth: float = float("inf")
     missing: Mapping[Key, str] = field(default_factory=dict)
 
@@ -173,8 +176,9 @@ class Workload:
     each of `waves` groups for the first optimizer step; `parts` and `epochs` as in the settings.
     `whole`: advantages need the rewards of the whole update. `joint`: a trajectory's graphs live
     until it ends. `reference`: each selected step is also run under the reference weights.
-    `kl_loss`: a KL is in the loss. `baseline`: steps have baselines of their own. `sums`: those
-    that streaming folds a group into, one more than rewards that are normalised one by one.
+    `encodes`: groups have prompts that have not been encoded lately. `kl_loss`: a KL is in the
+    loss. `baseline`: steps have baselines of their own. `sums`: those that streaming folds a group
+    into, one more than rewards that are normalised one by one.
     """
 
     steps: float
@@ -189,6 +193,7 @@ class Workload:
     reference: bool = False
     kl_loss: bool = False
     baseline: bool = False
+    encodes: bool = False
     ranks: int = 1
     shards: int = 1
     workers: int = 1

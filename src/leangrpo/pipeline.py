@@ -128,7 +128,11 @@ def as_tensor(output: Any) -> Tensor:
     return torch.from_numpy(np.array(output)).movedim(-1, 0).to(torch.float32) / 255
 
 
-def remember_prompts(pipe: Any, capacity: int = 64) -> None:
+PROMPTS = 64
+"""Lists of prompts whose encodings are kept, the latest ones."""
+
+
+def remember_prompts(pipe: Any, capacity: int = PROMPTS) -> None:
     """Memoise `pipe.encode_prompt`, its floating outputs in float32 at least.
 
     A group shares its prompt and a replay must not encode again. Pipelines take the dtype of their

@@ -108,6 +108,7 @@ class _Update:
     def run(self) -> Prediction:
         w = self.w
         self.reach(0.0, "between updates")
+        self.spend("rollout", self.c.check)
         for _ in range(w.parts - 1):  # the other parts are sampled first, without gradients
             self._part(trained=False)
         self._part(trained=True)
@@ -130,6 +131,8 @@ class _Update:
             if n % len(sizes) == 0 and w.prefix:
                 one = self.c.steps.get(Key(1, o.checkpointing)) or self.step
                 self.spend("rollout", one.call + w.prefix * one.forward)
+            if w.encodes and n % len(sizes) == 0:
+                self.spend("rollout", self.step.of(size / o.micro_batch).encode)
             self._sample(size, lean=trained and o.schedule != "native", keep=not trained)
             done.append(self._submit(size))
             while entered <= n:
@@ -271,6 +274,7 @@ class _Update:
         if o.schedule == "streaming":
             self.due += [(c.summed, c.add, True)] * self.centred
             self.centred = 0
+        self.spend("backward", c.check)
         groups = w.waves if w.whole else 1
         if o.schedule == "reweight":
             for size in groups * w.slots(o.micro_batch):

@@ -30,8 +30,11 @@ from .samples import Samples
 from .stopwatch import Stopwatch
 from .tape import Tape
 
-REPEATS = 3
-"""Timed runs, of which the median counts; one run before them warms up."""
+REPEATS = 3, 15
+"""Timed runs, of which the median counts: at least, and at most; one run before them warms up."""
+
+TIMED_S = 1.0
+"""Seconds that timed runs are repeated for."""
 
 SLOW_S = 20.0
 """A run that takes longer is timed once."""
@@ -206,10 +209,12 @@ class Probe:
         # warms up, and finds out what cannot be done
         self.differentiated(m, lambda name: None, per_sample=per_sample, left=left)
         transitions = self.plain(m, lambda name: None)
-        slow = self.world.any(time.perf_counter() - began > SLOW_S)
-        with_grad = [self._timed(run) for _ in range(1 if slow else REPEATS)]
-        plain = [self._timed(lambda mark: self.plain(m, mark)) for _ in with_grad]
-        replays = [self._timed(lambda mark: self._replay(transitions[-1], mark)) for _ in with_grad]
+        repeats = self._repeats(time.perf_counter() - began)
+        with_grad, plain, replays = [], [], []
+        for _ in range(repeats):  # in turn: a machine slows down and speeds up
+            with_grad.append(self._timed(run))
+            plain.append(self._timed(lambda mark: self.plain(m, mark)))
+            replays.append(self._timed(lambda mark: self._replay(transitions[-1], mark)))
         steps = [[s for name, s in times.items() if name[:4] == "step"] for times in plain]
         forwards = [s for some in steps for s in (some[1:] or some)]  # the first may prepare
         memory = self._measured(run)
@@ -218,7 +223,8 @@ class Probe:
         first = peaks[f"backward {self.steps[0]}"]
         again = peaks[f"backward {last}"] if len(self.steps) > 1 else first
         start, end = peaks[f"step {last}"], peaks[f"backward {last}"]
-        decode, decode_peak = self._decode(m, 1 if slow else REPEATS)
+        forward = statistics.median(forwards)
+        around, encode, decode, decode_peak = self._around(m, repeats)
         batch: dict[str, Any] = {}
         if left:
             whole, before = (waiting_bytes(left, n) for n in (self.selected, self.selected - 1))
@@ -226,11 +232,12 @@ class Probe:
             fold = _median(with_grad, "fold") * share
             batch = {"waiting": whole, "waiting_before": before, "fold": fold}
         return StepCost(
-            forward=statistics.median(forwards),
+            forward=forward,
             forward_grad=_median(with_grad, f"step {last}") + _median(with_grad, f"rest {last}"),
             backward=_median(with_grad, f"backward {last}"),
             replay=_median(replays, "replay"),
-            call=_median(plain, "call"),
+            call=max(0.0, around - self.last_steps * forward - decode),
+            encode=encode,
             decode=decode,
             kept=max(0, end.held - start.held),
             forward_peak=max(p.peak for name, p in bare.items() if name.startswith("step")),
@@ -240,6 +247,13 @@ class Probe:
             decode_peak=decode_peak,
             **batch,
         )
+
+    def _repeats(self, seconds: float) -> int:
+        """How often to time what has taken so long; the same on all ranks."""
+        least, most = REPEATS
+        often = min(most, max(least, int(TIMED_S / max(seconds, 1e-6))))
+        every: list[int] = self.world.share_all(1 if seconds > SLOW_S else often)
+        return min(every)
 
     def _replay(self, transition: Transition, mark: Mark) -> None:
         mark("replay")
@@ -257,31 +271,50 @@ class Probe:
             run(trace.mark)
         return trace
 
-    def _decode(self, m: int, repeats: int) -> tuple[float, int]:
-        """Seconds and bytes of decoding."""
-        seconds = []
-        for _ in range(repeats):
+    def _around(self, m: int, repeats: int) -> tuple[float, float, float, int]:
+        """Seconds of a trajectory's end, of encoding new prompts, of decoding; bytes of that."""
+        whole, new, decode = [], [], []
+        for number in range(repeats):
             watch = Stopwatch(self.device)
             self._last_step(m, watch)
-            seconds.append(watch.read().get("decode", 0.0))
+            times = watch.read()
+            whole.append(sum(times.values()))
+            decode.append(times.get("decode", 0.0))
+            watch.reset()
+            self._last_step(m, watch, f"{self.prompt} {number}")
+            new.append(sum(watch.read().values()))
         with peak_memory(self.device) as trace:
             self._last_step(m, _Marks(self.device, trace))
         peak = max((p.peak for p in trace.phases if p.name == "decode"), default=0)
-        return statistics.median(seconds), peak
+        around = statistics.median(whole)
+        encode = max(0.0, statistics.median(new) - around)
+        return around, encode, statistics.median(decode), peak
 
-    def _last_step(self, m: int, watch: Stopwatch) -> Tensor:
+    @property
+    def _direct(self) -> bool:
+        """Whether a trajectory can be begun at its last step: a pipeline that begins late, or
+        steps several latents, is walked from its start."""
+        plan = self.policy.plan(replace(self.policy.sampling, flash=None))
+        return plan.voices == 1 and not plan.begin
+
+    @property
+    def last_steps(self) -> int:
+        """How many steps `_last_step` runs."""
+        plan = self.policy.plan(replace(self.policy.sampling, flash=None))
+        return 1 if self._direct else len(plan.std)
+
+    def _last_step(self, m: int, watch: Stopwatch, prompt: str | None = None) -> Tensor:
         """Pictures `(m, ...)` from the last step of a trajectory, which is nobody's."""
         policy = self.policy
         sampling = replace(policy.sampling, flash=None)
         plan = policy.plan(sampling)
         latents = torch.zeros(1, *plan.shape, dtype=torch.float32, device=self.device)
         keys = [SampleKey(0, 0, g) for g in range(m)]
-        # a pipeline that begins late, or steps several latents, is walked from its start
-        direct = plan.voices == 1 and not plan.begin
-        prefix = Prefix(len(plan.std) - 1, latents) if direct else None
+        prompts = [self.prompt if prompt is None else prompt] * m
+        prefix = Prefix(len(plan.std) - 1, latents) if self._direct else None
         before, policy.watch = policy.watch, watch
         try:
-            made = policy.sample([self.prompt] * m, keys, prefix=prefix, sampling=sampling)
+            made = policy.sample(prompts, keys, prefix=prefix, sampling=sampling)
         finally:
             policy.watch = before
         assert made.images is not None
@@ -315,6 +348,18 @@ class Probe:
         modules += list((self.policy._reference or {}).values())
         held = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         return sum(storages([*held, *known, *others]).values()) + moments
+
+    def check(self) -> float:
+        """Seconds of comparing the weights with those an update has begun with."""
+        guard = self.policy.guard
+
+        def run(mark: Mark) -> None:
+            guard.mark("probe", needs_graph=False)
+            mark("check")
+            guard.check("probe")
+            mark("end")
+
+        return _median([self._timed(run) for _ in range(REPEATS[0])], "check")
 
     def transition_bytes(self) -> int:
         """Bytes that are remembered of a sample's step without its graph."""
@@ -350,7 +395,7 @@ class Probe:
             mark("end")
 
         step(lambda name: None)
-        times = [self._timed(step) for _ in range(REPEATS)]
+        times = [self._timed(step) for _ in range(REPEATS[0])]
         peak = next(p.peak for p in self._measured(step).phases if p.name == "step")
         share = total / max(1, taken)
         return _median(times, "step") * share, _median(times, "add") * share, round(peak * share)
@@ -373,7 +418,7 @@ class Probe:
                 p.grad = grad
 
         run(lambda name: None)
-        times = [self._timed(run) for _ in range(REPEATS)]
+        times = [self._timed(run) for _ in range(REPEATS[0])]
         peaks = {p.name: p.peak for p in self._measured(run).phases}
         return _median(times, "reduce"), peaks["reduce"]
 
@@ -390,7 +435,7 @@ class Probe:
             mark("end")
 
         run(lambda name: None)
-        return here.numel() / _median([self._timed(run) for _ in range(REPEATS)], "copy")
+        return here.numel() / _median([self._timed(run) for _ in range(REPEATS[0])], "copy")
 
 
 class _Marks(Stopwatch):

@@ -179,7 +179,8 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
             critic.load_state_dict(found.extra)
     choice = None
     if config.schedule == "auto":
-        auto = Auto(config, policy, gradients, world, layout, optimizer, scorer, examples[0])
+        first, num = examples[0], len(examples)
+        auto = Auto(config, policy, gradients, world, layout, optimizer, scorer, first, num)
         auto.others = ema.mean if ema is not None else ()
         choice = auto.decide()
         config = apply(choice, config, policy, gradients)
