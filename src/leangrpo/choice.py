@@ -183,17 +183,17 @@ def candidates(
 
     Every schedule with every micro-batch that divides the group and is not more than the `held`
     generations of a rank, with activation checkpointing and without; on several `ranks` gradients
-    are added once an update or at every backward. `rollout.ahead` is tried at 0, 1 and the forwards
-    of a group where the settings leave it open. Retain's budget of activations is not one of many:
-    `choose` takes the largest that fits, where the host's memory is another than the device's
-    (`offload`).
+    are added once an update, after every group or at every backward. `rollout.ahead` is tried at 0,
+    1 and the forwards of a group where the settings leave it open. Retain's budget of activations
+    is not one of many: `choose` takes the largest that fits, where the host's memory is another
+    than the device's (`offload`).
     """
     most = held or config.rollout.generations
     options: list[Option] = []
     left: dict[str, LeftOut] = {}
     micro = [m for m in range(1, most + 1) if config.rollout.generations % m == 0]
     for schedule in ("native", "retain", "reweight", "streaming"):
-        syncs: list[Sync] = ["update", "step"] if ranks > 1 else ["update"]
+        syncs: list[Sync] = ["update", "group", "step"] if ranks > 1 else ["update"]
         for m in micro:
             for checkpointing in (False, True):
                 for sync in syncs:
@@ -205,9 +205,6 @@ def candidates(
                             left.setdefault(str(error), LeftOut(one.name, str(error)))
                         else:
                             options.append(one)
-    if ranks > 1:
-        reason = "adds gradients as often as there are groups, and holds as many as sync=update"
-        left["group"] = LeftOut("sync=group", reason)
     if not offload:
         reason = "here the host's memory is the device's own"
         left["offload"] = LeftOut("retain+offload", reason)

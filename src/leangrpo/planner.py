@@ -68,6 +68,7 @@ class _Update:
         self.sums = 0  # that streaming folds the group underway into
         self.centred = 0  # sums of groups whose advantages come at the end of the update
         self.total = False  # the ledger's own sum
+        self.finished = False  # what is added up over the ranks already: a shard
         # bytes of each gradient that is to be added to it, seconds, and whether it can become it
         self.due: list[tuple[float, float, bool]] = []
         self.folded = 0  # samples of the group underway that streaming has folded
@@ -287,8 +288,7 @@ class _Update:
             for size in groups * w.slots(o.micro_batch):
                 self._deferred(size)
         if o.sync == "group":
-            self._settle(0.0)
-            self._reduce()
+            self._hand_over()
 
     def _deferred(self, size: int) -> None:
         """Native and retain: the backwards of a forward's trajectories."""
@@ -362,17 +362,35 @@ class _Update:
             self.spend("sync", times * self.c.reduce)
             self.reach(self.c.reduce_peak, "adding up over the ranks")
 
+    def _hand_over(self) -> None:
+        """What the rank has since the last time goes into the finished gradient. A ledger gives
+        it away bucket by bucket, corrected only then; native and retain have it whole till the end.
+        """
+        w, c = self.w, self.c
+        if w.ranks == 1:
+            self._settle(0.0)
+            return
+        self.spend("backward", sum(seconds for _, seconds, _ in self.due))
+        ledger = sum(num_bytes for num_bytes, _, _ in self.due) + self.total * c.summed
+        shard = 0 if self.finished else c.stepped
+        self.held += max(0, shard - ledger)
+        self._reduce()
+        self.held -= max(0, ledger - shard)
+        self.held -= self._accumulated if self.accumulating else 0
+        self.finished = True
+        self.due, self.total, self.accumulating = [], False, False
+
     def _finish(self) -> None:
         """The finished gradient, and the optimizer's step."""
         c = self.c
-        self._settle(0.0)
         if self.o.sync == "update":
-            self._reduce()
+            self._hand_over()
         has = c.summed if self.total else self._accumulated if self.accumulating else 0
+        has = c.stepped if self.finished else has
         if has not in (0, c.stepped):
             self.reach(c.stepped, "the finished gradient")
         self.held += c.stepped - has
-        self.total = self.accumulating = False
+        self.total = self.accumulating = self.finished = False
         self._step()
 
     def _step(self) -> None:
