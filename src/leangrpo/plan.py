@@ -6,11 +6,13 @@ second; here they become the `Costs` that `choice` decides from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -24,11 +26,14 @@ from .errors import LeanError
 from .gradients import BUCKET_BYTES, Sync
 from .layout import Layout, classic_layout, shared_layout
 from .parallel import blocks, divide
-from .planner import LeftOut, Prediction, predict
+from .planner import MARGIN, LeftOut, Prediction, predict
 from .sketch import Sketch, sketch
 
 NODE = 8
 """GPUs of a node, where more are planned with."""
+
+WIDTH = 100
+"""Columns of the table where nothing says how wide the output is."""
 
 CONTEXT = 2**30
 """Bytes of a device that no tensor gets: its context, and the libraries' workspaces."""
@@ -145,9 +150,9 @@ def costs(
         resident += _others(config, model) + model.sketch.vae_bytes
     waits = model.number * {"float32": 4, "bfloat16": 2}[p.ledger_dtype] if p.ledger_dtype else 0
     on_host = p.ledger_device == "host"
-    latent = 1
-    for length in model.sketch.latent[1:]:
-        latent *= length
+    latent = math.prod(model.sketch.latent[1:])
+    # the finished gradient is added up as it travels, and stepped in the weights' dtype
+    stepped = max(model.trained, model.number * wire if ranks > 1 else 0) // shards
     return Costs(
         steps=steps,
         missing=missing,
@@ -155,7 +160,7 @@ def costs(
         gradient=model.gradient,
         waiting=0 if on_host else waits or model.gradient,
         summed=model.number * (8 if m.dtype == "float64" else 4),
-        stepped=model.trained // shards,
+        stepped=stepped,
         transition=2 * 4 * latent,
         optimizer_peak=model.trained // shards,
         reduce_peak=4 * BUCKET_BYTES if ranks > 1 else 0,
@@ -226,22 +231,31 @@ class Plan:
     workload: Workload
     options: tuple[Option, ...]
     left_out: tuple[LeftOut, ...]
+    limit: int
     choice: Choice | None
     complaint: str = ""
 
     def predictions(self) -> list[Prediction]:
-        """Everything that was predicted, what fits first, each the fastest first."""
+        """Everything predicted: the choice, what else fits, what does not, the fastest first."""
         if self.choice is not None:
-            return [*self.choice.fits, *self.choice.too_large]
+            best = self.choice.chosen
+            others = [p for p in self.choice.fits if p is not best]
+            return [best, *others, *self.choice.too_large]
         possible = [o for o in self.options if Key.of(o) in self.costs.steps]
         found = [predict(self.workload, self.costs, o) for o in possible]
         return sorted(found, key=lambda p: p.seconds)
 
     def native(self, p: Prediction) -> float:
-        """Seconds of the usual loop: the native schedule that adds gradients at every backward."""
+        """Seconds of the usual loop at its micro-batch: native, waiting for rewards, gradients
+        added at every backward."""
         sync: Sync = "step" if self.workload.ranks > 1 else "update"
-        o = Option("native", p.option.micro_batch, p.option.checkpointing, sync)
+        o = Option("native", p.option.micro_batch, p.option.checkpointing, sync, ahead=0)
         return predict(self.workload, self.costs, o).seconds
+
+    @property
+    def usable(self) -> float:
+        """Bytes of the limit that may be used, `planner.MARGIN` of it being left free."""
+        return self.limit * (1 - MARGIN)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -266,7 +280,12 @@ class Plan:
             },
             "workload": asdict(self.workload),
             "predictions": [
-                p.as_dict() | {"fits": self._fits(p), "times_native": self.native(p) / p.seconds}
+                p.as_dict()
+                | {
+                    "fits": self._fits(p),
+                    "over_bytes": max(0, math.ceil(p.peak_bytes - self.usable)),
+                    "times_native": self.native(p) / p.seconds,
+                }
                 for p in self.predictions()
             ],
             "choice": None if self.choice is None else self.choice.as_dict(),
@@ -277,24 +296,27 @@ class Plan:
         return self.choice is not None and p in self.choice.fits
 
     def show(self, *, everything: bool = False) -> None:
-        """Print the device, the model, the table and the reason."""
+        """Print the device, the model, the choice and its reason, and the table."""
         console = Console()
-        console = console if console.is_terminal else Console(width=120)
+        console = console if console.is_terminal else Console(width=WIDTH)
         console.print(self._head())
-        shown = self.predictions() if everything else best_of_each(self.predictions(), self._fits)
-        console.print(self._table(shown))
-        for one in self.left_out if everything else ():
-            console.print(f"left out: {one.name}: {one.reason}", markup=False)
+        console.print()
         if self.choice is None:
             console.print(self.complaint, markup=False)
-            return
-        chosen = self.choice.chosen
-        console.print(f"take {chosen.option.name}: {self.choice.reason}", markup=False)
-        for line in self._others_in_words():
-            console.print(f"  {line}", markup=False)
-        settings = {k: v for k, v in chosen.option.settings.items() if v is not None}
-        words = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
-        console.print("  settings: " + " ".join(words), markup=False, soft_wrap=True)
+        else:
+            chosen = self.choice.chosen
+            console.print(f"take {chosen.option.name}: {self.choice.reason}", markup=False)
+            for line in self._others_in_words():
+                console.print(f"  {line}", markup=False)
+            settings = {k: v for k, v in chosen.option.settings.items() if v is not None}
+            words = (
+                f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()
+            )
+            console.print("  settings: " + " ".join(words), markup=False)
+        console.print()
+        console.print(self._table(everything))
+        for one in self.left_out if everything else ():
+            console.print(f"left out: {one.name}: {one.reason}", markup=False)
 
     def _others_in_words(self) -> list[str]:
         """Why not each of the other schedules: slower, or too large, and by how much."""
@@ -313,7 +335,12 @@ class Plan:
                 )
             elif large:
                 p = min(large, key=lambda p: p.peak_bytes)
-                lines.append(f"{schedule}: at least {size(p.peak_bytes)} ({p.at})")
+                lines.append(
+                    f"{schedule}: too large, by {size(p.peak_bytes - self.usable)} at least "
+                    f"({p.option.name}: {p.at})"
+                )
+            else:
+                lines.append(f"{schedule}: the settings do not allow it (--all says why)")
         return lines
 
     def _head(self) -> Table:
@@ -350,26 +377,46 @@ class Plan:
         )
         return table
 
-    def _table(self, shown: Iterable[Prediction]) -> Table:
-        table = Table(title="Predicted for an update", title_justify="left")
+    def _table(self, everything: bool) -> Table:
+        title = f"Predicted for an update, GiB; {size(self.usable)} are usable"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("option", no_wrap=True)
-        for column in ("seconds", "x native", "peak"):
+        for column in ("seconds", "x native", "peak", "too large by"):
             table.add_column(column, justify="right")
         table.add_column("peak at")
-        table.add_column("")
-        for p in shown:
-            verdict = "fits" if self._fits(p) else "too large"
-            if self.choice is not None and p is self.choice.chosen:
-                verdict = "chosen"
-            speedup = f"{self.native(p) / p.seconds:.2f}"
-            row = (p.option.name, f"{p.seconds:.4g}", speedup, size(p.peak_bytes), p.at, verdict)
-            table.add_row(*row)
+        found = self.predictions()
+        for p in found if everything else best_of_each(found, self._fits, self._is_chosen):
+            over = gib(p.peak_bytes - self.usable) if p.peak_bytes > self.usable else ""
+            name = p.option.name.replace("checkpointing", "ckpt")
+            if not everything:  # the settings say it
+                name = name.partition(" ahead=")[0]
+            table.add_row(
+                f"* {name}" if self._is_chosen(p) else f"  {name}",
+                f"{p.seconds:.4g}" if p.seconds < 10_000 else f"{p.seconds:.0f}",
+                f"{self.native(p) / p.seconds:.2f}",
+                gib(p.peak_bytes),
+                over,
+                p.at,
+            )
         return table
 
+    def _is_chosen(self, p: Prediction) -> bool:
+        return self.choice is not None and p is self.choice.chosen
 
-def best_of_each(predictions: Iterable[Prediction], fits: Any) -> list[Prediction]:
-    """A row for each schedule with and without checkpointing (and offload): the fastest that fits,
-    else the smallest."""
+
+def gib(num_bytes: float) -> str:
+    """GiB in three digits, or all before the point."""
+    value = num_bytes / 2**30
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def best_of_each(
+    predictions: Iterable[Prediction],
+    fits: Callable[[Prediction], bool],
+    chosen: Callable[[Prediction], bool],
+) -> list[Prediction]:
+    """A row for each schedule with and without checkpointing (and offload): the chosen one, or the
+    fastest that fits, or the smallest."""
     groups: dict[tuple[str, bool, bool, bool], list[Prediction]] = {}
     for p in predictions:
         o = p.option
@@ -378,9 +425,9 @@ def best_of_each(predictions: Iterable[Prediction], fits: Any) -> list[Predictio
         groups.setdefault(key, []).append(p)
     shown = []
     for some in groups.values():
-        fitting = [p for p in some if fits(p)]
-        shown.append(fitting[0] if fitting else min(some, key=lambda p: p.peak_bytes))
-    return sorted(shown, key=lambda p: (not fits(p), p.seconds))
+        best = [p for p in some if chosen(p)] or [p for p in some if fits(p)]
+        shown.append(best[0] if best else min(some, key=lambda p: p.peak_bytes))
+    return sorted(shown, key=lambda p: (not chosen(p), not fits(p), p.seconds))
 
 
 def layout_for(config: Config, ranks: int) -> Layout:
@@ -418,4 +465,5 @@ def plan(
         complaint = ""
     except LeanError as error:
         best, complaint = None, str(error)
-    return Plan(device, found, priced, work, tuple(options), tuple(left), best, complaint)
+    left = list(left if best is None else best.left_out)
+    return Plan(device, found, priced, work, tuple(options), tuple(left), limit, best, complaint)
