@@ -206,9 +206,6 @@ def plan(
     """
     check_writable(json_file)
     config = load(settings)
-    from .checks import check
-
-    check(config, files=False)
     from .device import device as described
     from .plan import plan as make
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from .checks import check
 from .choice import Choice, candidates, choose, size, workload
 from .config import Config
 from .costs import Costs, Key, Option, StepCost, Workload
@@ -30,7 +31,7 @@ from .planner import MARGIN, LeftOut, Prediction, predict
 from .sketch import Sketch, sketch
 
 NODE = 8
-"""GPUs of a node, where more are planned with."""
+"""GPUs of a node, at most, that share one copy of the weights unless the settings say how many."""
 
 WIDTH = 100
 """Columns of the table where nothing says how wide the output is."""
@@ -373,7 +374,8 @@ class Plan:
         table.add_row(
             "a rank",
             f"{w.waves} group(s) of {w.held} generation(s), {w.selected:g} of {w.steps:g} steps "
-            f"trained; holds {size(self.costs.resident)} between updates",
+            f"trained; weights in {w.shards} shard(s), holds {size(self.costs.resident)} between "
+            "updates",
         )
         return table
 
@@ -443,16 +445,19 @@ def plan(
     """Predict every option of a config on a device and choose; starts nothing on any device.
 
     `model`: what `measure` found, to plan with it again. Raises LeanError when the model's
-    configuration cannot be had, or the ranks cannot be divided.
+    configuration cannot be had, the ranks cannot be divided, or settings contradict one another.
     """
     p, ranks = config.parallel, device.count
     shard = p.shard
     if shard is None and p.replicate is None:
-        shard = min(ranks, NODE)
+        shard = max(n for n in range(1, NODE + 1) if ranks % n == 0)
     shards, _ = divide(ranks, shard, p.replicate)
+    one = p.model_copy(update={"shard": None, "replicate": None})  # for the one rank that is here
+    here = config.model_copy(update={"parallel": one})
+    check(here, files=False)
     layout = layout_for(config, ranks)
     found = measure(config) if model is None else model
-    options, left = candidates(config, ranks=ranks, held=layout.held)
+    options, left = candidates(here, ranks=ranks, held=layout.held)
     priced = costs(
         config, found, device, {o.micro_batch for o in options}, shards=shards, reward=reward
     )
@@ -464,6 +469,7 @@ def plan(
         best = choose(work, priced, options, limit=limit, left_out=left, offload=True)
         complaint = ""
     except LeanError as error:
-        best, complaint = None, str(error)
+        # without the setting it begins with, which nobody has made here
+        best, complaint = None, str(error).partition(": ")[2]
     left = list(left if best is None else best.left_out)
     return Plan(device, found, priced, work, tuple(options), tuple(left), limit, best, complaint)
