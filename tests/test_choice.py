@@ -119,8 +119,9 @@ def test_candidates_are_what_the_settings_allow() -> None:
     assert {(o.micro_batch, o.ahead) for o in options} == {(1, 2)}
     assert any("selection.per" in one.reason for one in left)
     several, left = candidates(config, ranks=2)
-    assert {o.sync for o in several if o.schedule in ("native", "retain")} == {"update", "step"}
-    assert {o.sync for o in several if o.schedule in ("reweight", "streaming")} == {"update"}
+    often = {"update", "group"}
+    assert {o.sync for o in several if o.schedule in ("native", "retain")} == often | {"step"}
+    assert {o.sync for o in several if o.schedule in ("reweight", "streaming")} == often
 
 
 def test_configured_says_everything_that_was_decided() -> None:

@@ -48,6 +48,8 @@ def test_facts_of_your_own() -> None:
     assert found.linked == 20e9, "it is given as achieved"
     assert found.hosted == device("l40s").hosted
     assert device(memory=5 * 10**9).memory == 5 * 10**9
+    assert device(memory="10GiB").host_memory == 20 * 2**30
+    assert device(memory="10GiB", host_memory="7GiB").host_memory == 7 * 2**30
 
 
 def test_the_link_is_what_the_paper_implies() -> None:
@@ -65,6 +67,7 @@ def test_the_link_is_what_the_paper_implies() -> None:
         ({"name": "tpu"}, r"`--device` is 'tpu'.*a6000, a100.*--tflops"),
         ({"memory": "lots"}, "`--memory` is 'lots': it must be a size such as 48GiB"),
         ({"memory": 0}, "`--memory` is 0: it must be more than 0"),
+        ({"host_memory": "x"}, "`--host-memory` is 'x'"),
         ({"count": 0}, "`--gpus` is 0: it must be more than 0"),
         ({"tflops": -1.0}, "`--tflops` is -1.0"),
         ({"bandwidth": 0.0}, "`--bandwidth` is 0.0"),

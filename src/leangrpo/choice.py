@@ -225,12 +225,14 @@ def choose(
     limit: int | None = None,
     left_out: Sequence[LeftOut] = (),
     offload: bool = False,
+    host: int | None = None,
 ) -> Choice:
     """Predict every option, discard what does not fit and take the fastest.
 
     `limit`: bytes of the device, of which `MARGIN` stays free; None = no limit. With `offload`
-    retain may keep activations in the host's memory, as many as do not fit. Options within `NOISE`
-    of the fastest count as equal: among them the one with the smallest peak is taken, then the
+    retain may keep activations in the host's memory, as many as do not fit, up to `host` bytes
+    (None = no limit). Options within `NOISE` of the fastest count as equal: among them the one
+    with the smallest peak is taken, then the
     simplest. Raises LeanError where nothing fits.
     """
     usable = math.inf if limit is None else limit * (1 - MARGIN)
@@ -247,7 +249,11 @@ def choose(
         too_large.append(p)
         if offload and option.schedule == "retain":
             smaller = _offloaded(workload, costs, option, usable)
-            if smaller is not None:
+            if smaller is not None and host is not None and smaller.host_bytes > host:
+                need, has = size(smaller.host_bytes), size(host)
+                reason = f"its graphs would take {need} of the host's memory, of {has} for a rank"
+                left.append(LeftOut(smaller.option.name, reason))
+            elif smaller is not None:
                 fits.append(smaller)
     if not fits:
         raise _nothing_fits(too_large, left, limit)

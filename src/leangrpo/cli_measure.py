@@ -191,6 +191,10 @@ def plan(
         float | None,
         typer.Option(help="Share of the peak that matrix products achieve.", show_default=False),
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="Of the host, for each GPU; default: twice its own.", show_default=False),
+    ] = None,
     reward: Annotated[float, typer.Option(min=0, help="Seconds of one sample's reward.")] = 0.0,
     everything: Annotated[
         bool, typer.Option("--all", help="Every option, and those left out.")
@@ -210,7 +214,8 @@ def plan(
     from .plan import plan as make
 
     facts = {"tflops": tflops, "bandwidth": bandwidth, "link": link, "efficiency": efficiency}
-    result = make(config, described(device, gpus, memory=memory, **facts), reward=reward)
+    there = described(device, gpus, memory=memory, host_memory=host_memory, **facts)
+    result = make(config, there, reward=reward)
     result.show(everything=everything)
     write_json(json_file, result.as_dict())
     if result.choice is None:

@@ -23,7 +23,8 @@ class Device:
     """`count` devices of a node: peak operations and bytes a second, and the shares achieved.
 
     `half` and `single` are peaks of numbers of 2 and of 4 bytes; `link` is between devices, `host`
-    to the host's memory, both in one direction; `memory` in bytes.
+    to the host's memory, both in one direction; `memory` in bytes, and `host_memory`, the host's
+    for each of them.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Device:
     link_share: float
     host_share: float
     link_kind: str
+    host_memory: int
 
     def flops(self, itemsize: int) -> float:
         """Achieved operations a second on numbers of so many bytes."""
@@ -87,11 +89,13 @@ def device(
     bandwidth: float | None = None,
     link: float | None = None,
     efficiency: float | None = None,
+    host_memory: int | str | None = None,
 ) -> Device:
     """A device of the table, with what is given in place of its own facts.
 
     `memory` in bytes, or as 48GiB; `tflops` its bfloat16 peak, of which `efficiency` is achieved;
-    `bandwidth` its memory's peak in GB/s; `link` what collectives between devices achieve in GB/s.
+    `bandwidth` its memory's peak in GB/s; `link` what collectives between devices achieve in GB/s;
+    `host_memory` of the host, for each device, as `memory` is written.
     Raises LeanError for a name that is not in the table, or a number that is not positive.
     """
     known = table()["devices"]
@@ -99,21 +103,20 @@ def device(
         remedy = did_you_mean(name.lower(), known) or f"Devices: {', '.join(known)}."
         remedy += " For another one, take the nearest with --memory, --tflops, --bandwidth, --link."
         raise problem("--device", name, "it is not in the table", remedy)
-    try:
-        num_bytes = TypeAdapter(Size | None).validate_python(memory)
-    except ValidationError as error:
-        raise problem("--memory", memory, "it must be a size such as 48GiB") from error
+    num_bytes, host_bytes = _bytes("--memory", memory), _bytes("--host-memory", host_memory)
     given = {"gpus": count, "memory": num_bytes, "tflops": tflops, "bandwidth": bandwidth}
+    given["host-memory"] = host_bytes
     for option, value in {**given, "link": link, "efficiency": efficiency}.items():
         if value is not None and not value > 0:
             raise problem(f"--{option}", value, "it must be more than 0")
     if efficiency is not None and efficiency > 1:
         raise problem("--efficiency", efficiency, "it is a share, between 0 and 1")
     facts, shares = known[name.lower()], table()["shares"]
+    own = facts["memory"] * GIB if num_bytes is None else num_bytes
     return Device(
         name=facts["name"],
         count=count,
-        memory=facts["memory"] * GIB if num_bytes is None else num_bytes,
+        memory=own,
         half=1e12 * (facts["bfloat16"] if tflops is None else tflops),
         single=1e12 * facts["float32"],
         bandwidth=1e9 * (facts["bandwidth"] if bandwidth is None else bandwidth),
@@ -124,4 +127,13 @@ def device(
         link_share=facts["link_share"] if link is None else 1.0,
         host_share=shares["host"],
         link_kind=facts["link_kind"],
+        host_memory=shares["host_memory"] * own if host_bytes is None else host_bytes,
     )
+
+
+def _bytes(option: str, text: int | str | None) -> int | None:
+    try:
+        found: int | None = TypeAdapter(Size | None).validate_python(text)
+    except ValidationError as error:
+        raise problem(option, text, "it must be a size such as 48GiB") from error
+    return found

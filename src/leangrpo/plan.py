@@ -465,11 +465,15 @@ def plan(
     stds = [1.0] * (config.sampling.steps - 1) + [float(last_noise)]
     work = workload(config, stds, layout, shards=shards)
     limit = config.memory.limit or device.memory
+    best: Choice | None
     try:
-        best = choose(work, priced, options, limit=limit, left_out=left, offload=True)
-        complaint = ""
+        best = choose(
+            work, priced, options, limit=limit, left_out=left, offload=True, host=device.host_memory
+        )
+        left, complaint = list(best.left_out), ""
     except LeanError as error:
         # without the setting it begins with, which nobody has made here
         best, complaint = None, str(error).partition(": ")[2]
-    left = list(left if best is None else best.left_out)
+        keys = {o: Key.of(o) for o in options}
+        left += [LeftOut(o.name, priced.missing[k]) for o, k in keys.items() if k in priced.missing]
     return Plan(device, found, priced, work, tuple(options), tuple(left), limit, best, complaint)

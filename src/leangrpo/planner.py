@@ -27,13 +27,14 @@ NOISE = 0.02
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What an option takes: `seconds` of an update and its `stages`, `peak_bytes` and what it is
-    reached `at`."""
+    reached `at`, and `host_bytes`, the most of the host's memory that retained graphs take."""
 
     option: Option
     seconds: float
     peak_bytes: int
     at: str
     stages: Mapping[str, float]
+    host_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -73,6 +74,8 @@ class _Update:
         self.due: list[tuple[float, float, bool]] = []
         self.folded = 0  # samples of the group underway that streaming has folded
         self.graphs = 0.0  # bytes that retain keeps, wherever they are
+        self.graphs = 0.0  # bytes that retain keeps, wherever they are
+        self.on_host = 0.0  # the most of them that were not on the device
         self.scoring: list[list[float]] = []  # seconds left of each reward underway, in order
 
     def spend(self, stage: str, seconds: float) -> None:
@@ -117,7 +120,8 @@ class _Update:
         for _ in range(w.parts * w.epochs - 1):
             self._replayed()
         stages = {name: seconds for name, seconds in self.stages.items() if seconds}
-        return Prediction(self.o, self.clock, round(self.peak), self.at, stages)
+        peak, on_host = round(self.peak), round(self.on_host)
+        return Prediction(self.o, self.clock, peak, self.at, stages, on_host)
 
     # sampling and rewards: the loop of `rollout`
 
@@ -183,6 +187,7 @@ class _Update:
         last = self._on_device(self.graphs + max(0.0, total - cost.kept))
         self.reach(last - before + cost.forward_grad_peak, "a forward with gradients")
         self.graphs += total
+        self.on_host = max(self.on_host, self.graphs - self._on_device(self.graphs))
         here = self._on_device(self.graphs) - before
         self.hold(here, "graphs that are retained")
         self._copy(total - here, seconds)
