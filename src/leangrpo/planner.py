@@ -74,7 +74,6 @@ class _Update:
         self.due: list[tuple[float, float, bool]] = []
         self.folded = 0  # samples of the group underway that streaming has folded
         self.graphs = 0.0  # bytes that retain keeps, wherever they are
-        self.graphs = 0.0  # bytes that retain keeps, wherever they are
         self.on_host = 0.0  # the most of them that were not on the device
         self.scoring: list[list[float]] = []  # seconds left of each reward underway, in order
 
