@@ -42,7 +42,7 @@ from leangrpo.config import Config, load_config
 from leangrpo.costs import Costs, Key, Option, StepCost
 from leangrpo.memory import peak_memory, storages
 from leangrpo.planner import Prediction, predict
-from leangrpo.probe import set_checkpointing
+from leangrpo.recompute import set_checkpointing
 from leangrpo.setup import Setup, make_layout, make_schedule, set_up
 from leangrpo.train import one_update
 

@@ -13,7 +13,8 @@ from leangrpo.data import SampleKey, Transition
 from leangrpo.loading import make_trainable
 from leangrpo.memory import peak_memory
 from leangrpo.policy import Policy, Sampling
-from leangrpo.probe import Probe, is_checkpointed, kept_of, waiting_bytes
+from leangrpo.probe import Probe, kept_of, waiting_bytes
+from leangrpo.recompute import is_checkpointed
 from leangrpo.reweight import Reweight
 from leangrpo.samples import num_bytes
 from leangrpo.schedules import Retain

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -25,6 +24,7 @@ from .gradients import Gradients
 from .memory import Trace, peak_memory, storages
 from .parallel import World
 from .policy import Policy, Prefix
+from .recompute import checkpointed
 from .reweight import Reweight
 from .samples import Samples
 from .stopwatch import Stopwatch
@@ -486,42 +486,6 @@ def waiting_bytes(left: Sequence[Left], steps: float) -> int:
         else:
             factors |= one.factors
     return round(formed + sum(factors.values()) * steps)
-
-
-@contextmanager
-def checkpointed(policy: Policy, on: bool) -> Iterator[None]:
-    """Inside, activation checkpointing is on or off; as it was afterwards."""
-    before = {name: is_checkpointed(module) for name, module in policy.trained().items()}
-    set_checkpointing(policy, on)
-    try:
-        yield
-    finally:
-        for name, module in policy.trained().items():
-            if is_checkpointed(module) != before[name]:
-                _switch(module, before[name])
-
-
-def set_checkpointing(policy: Policy, on: bool) -> None:
-    """Activation checkpointing of what is trained. Raises LeanError where there is none."""
-    for module in policy.trained().values():
-        if is_checkpointed(module) != on:
-            _switch(module, on)
-
-
-def is_checkpointed(module: nn.Module) -> bool:
-    """Whether a denoiser recomputes activations."""
-    return bool(getattr(module, "is_gradient_checkpointing", False))
-
-
-def _switch(module: Any, on: bool) -> None:
-    if not hasattr(module, "enable_gradient_checkpointing"):
-        raise LeanError(f"{type(module).__name__} does not support activation checkpointing")
-    try:
-        (module.enable_gradient_checkpointing if on else module.disable_gradient_checkpointing)()
-    except ValueError as error:  # diffusers: this class of model has no support
-        raise LeanError(f"{type(module).__name__} does not support activation checkpointing") from (
-            error
-        )
 
 
 def _median(times: Sequence[dict[str, float]], name: str) -> float:

@@ -30,7 +30,7 @@ from .loading import copy_denoisers, load_pipeline, make_trainable, place
 from .parallel import World, join, make_gradients, shard_denoiser
 from .pipeline import Sampling
 from .policy import Policy
-from .probe import set_checkpointing
+from .recompute import set_checkpointing
 from .report import Onlooker, RunRecord
 from .reweight import Reweight
 from .runfolder import run_folder
