@@ -13,6 +13,7 @@ from leangrpo.costs import Costs, Key, Option, StepCost, Workload
 from leangrpo.errors import LeanError
 from leangrpo.layout import classic_layout
 from leangrpo.planner import MARGIN, predict
+from leangrpo.settings import Memory
 
 STEP = StepCost(1.0, 1.5, 3.0, 1000, 30, 1200, 70, 50)
 COSTS = Costs(
@@ -111,6 +112,9 @@ def test_candidates_are_what_the_settings_allow() -> None:
     assert {o.micro_batch for o in options} == {1, 2, 3, 6}
     assert {o.ahead for o in options if o.micro_batch == 2} == {0, 1, 3}
     assert [one.name for one in left] == ["retain+offload"]
+    options, _ = candidates(config.model_copy(update={"memory": Memory(activations=2**20)}))
+    budgets = {(o.schedule == "retain", o.activations) for o in options}
+    assert budgets == {(True, 2**20), (False, None)}
     replayed = load_config(
         "embedded",
         ["rollout.ahead=2", "selection={rule: random, fraction: 0.5, steps: null, per: sample}"],

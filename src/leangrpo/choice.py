@@ -185,8 +185,8 @@ def candidates(
     generations of a rank, with activation checkpointing and without; on several `ranks` gradients
     are added once an update, after every group or at every backward. `rollout.ahead` is tried at 0,
     1 and the forwards of a group where the settings leave it open. Retain's budget of activations
-    is not one of many: `choose` takes the largest that fits, where the host's memory is another
-    than the device's (`offload`).
+    is that of the settings; where the host's memory is another than the device's (`offload`),
+    `choose` takes a smaller one if that fits and the given one does not.
     """
     most = held or config.rollout.generations
     options: list[Option] = []
@@ -198,7 +198,8 @@ def candidates(
             for checkpointing in (False, True):
                 for sync in syncs:
                     for ahead in _aheads(config, -(-most // m)):
-                        one = Option(schedule, m, checkpointing, sync, None, ahead)
+                        budget = config.memory.activations if schedule == "retain" else None
+                        one = Option(schedule, m, checkpointing, sync, budget, ahead)
                         try:
                             check(configured(config, one), files=False)
                         except LeanError as error:
@@ -285,6 +286,8 @@ def _offloaded(
     room = int((usable - bare.peak_bytes) // MIB) * MIB
     if room < 0:
         return None
+    if option.activations is not None:
+        room = min(room, option.activations)
     found = predict(workload, costs, replace(option, activations=room))
     return found if found.peak_bytes <= usable else bare
 
