@@ -281,7 +281,8 @@ class Probe:
             whole.append(sum(times.values()))
             decode.append(times.get("decode", 0.0))
             watch.reset()
-            self._last_step(m, watch, f"{self.prompt} {number}")
+            # spaces: the same tokens, but a prompt that has not been encoded yet
+            self._last_step(m, watch, self.prompt + " " * (number + 1))
             new.append(sum(watch.read().values()))
         with peak_memory(self.device) as trace:
             self._last_step(m, _Marks(self.device, trace))
