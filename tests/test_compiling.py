@@ -157,6 +157,7 @@ def test_schedules_agree(train: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(found, reweight=5e-6, eager=5e-6)
 
 
+@pytest.mark.slow
 def test_generated_code() -> None:
     """All weights and every step with gradients: one graph, of the only kind of block there is."""
     policy, steps = make_policy(), (0, 1, 2)

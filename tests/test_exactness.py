@@ -145,7 +145,12 @@ def assert_same(a: Any, b: Any) -> None:
         assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
 
 
-MATRIX = list(itertools.product(BUILD, ("full", "lora"), (False, True), (False, True)))
+MATRIX = [
+    # a half in which every pair of values occurs; the other half with the slow ones
+    pytest.param(*case, marks=[pytest.mark.slow] if odd else [])
+    for case in itertools.product(BUILD, ("full", "lora"), (False, True), (False, True))
+    for odd in [([*BUILD].index(case[0]) + (case[1] == "lora") + case[2] + case[3]) % 2]
+]
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

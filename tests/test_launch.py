@@ -342,7 +342,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--nproc", 2, "parallel={shard: 3, replicate: 1}"], "shard x replicate is 3 x 1"),
         (["--nproc", 4, "parallel={shard: 2, replicate: 1}"], "2 x 1, and there are 4 ranks"),
         (["--nproc", 0], "`--nproc` is 0: it must be at least 1."),
-        (["--nproc", 2, "parallel.sync=step", "schedule=reweight"], "before ranks are added up"),
+        (["--nproc", 2, "parallel.sync=step", "schedule=reweight"], "before ranks are added"),
     ],
 )
 @pytest.mark.usefixtures("no_ranks")

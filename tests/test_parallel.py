@@ -238,6 +238,8 @@ def of(ranks: int) -> list[str]:
 
 
 LONG = (
+    "streamed m3",
+    "streamed group",
     "lora float32",
     "steps of a group",
     "prefix of a group",

@@ -377,6 +377,7 @@ def test_guidance_without_checkpointing(name: str) -> None:
     assert of(p, "reweight sync=group").peak_bytes <= p.usable
 
 
+@pytest.mark.slow
 def test_guidance_at_a_high_resolution() -> None:
     """The same on SD3.5-M at 1024 x 1024, where already a third of the steps is too much."""
     case = CASES["speedup"]["sd35-medium full"]

@@ -83,7 +83,7 @@ def test_peaks_are_those_of_a_step(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("train", ["full", "lora"])
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_what_waits_of_a_batch(train: str, steps: int) -> None:
     """Predicted from one step, and held by a ledger after so many: layers whose factors have
     outgrown their gradients are kept as these."""

@@ -219,6 +219,7 @@ def test_closing_finishes_what_is_being_scored() -> None:
         leave.wait(10)
         return [1.0]
 
+    before = set(threading.enumerate())  # other tests' too
     scorer = Scorer([(slow, 1.0)])
     running, waiting = (scorer.submit(blank(1), ["a"]) for _ in range(2))
     started.wait(10)
@@ -226,7 +227,8 @@ def test_closing_finishes_what_is_being_scored() -> None:
     scorer.close()
     assert running.result().total.tolist() == [1.0]
     assert waiting.cancelled()
-    assert not [t for t in threading.enumerate() if t.name.startswith("scoring")]
+    new = set(threading.enumerate()) - before
+    assert not [t for t in new if t.name.startswith("scoring")]
 
 
 HANGING = """

@@ -293,15 +293,6 @@ def test_embedded_pipeline(micro_batch: int, tmp_path: Path) -> None:
     assert distance(other, gradient) < RELATIVE
 
 
-def test_a_batch_that_cannot_be_split_says_so(
-    settings: Callable[..., Config], tmp_path: Path
-) -> None:
-    """SD3's norms inside attention have weights; trained, they need one sample at a time."""
-    config = settings(tmp_path / "run", "rollout.micro_batch=2", "prompts.heldout=null")
-    with pytest.raises(LeanError, match=r"Use rollout.micro_batch=1, or schedule 'retain' or"):
-        train(config, quiet=True)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_denoiser_calls(schedule: str, settings: Callable[..., Config], tmp_path: Path) -> None:
     """T for each sample; native S more for each, which is all there is to save."""
