@@ -512,6 +512,7 @@ def test_refused_by_check(overrides: str, line: str, prompts: list[str]) -> None
         "selection.outside=deterministic",
         "sampling.flash.ratio=1 selection.rule=list selection.steps=[3,2] "
         "selection.outside=deterministic",
+        "rollout.generations=7 rollout.micro_batch=4 schedule=auto",
         "rollout.micro_batch=4 schedule=retain",
         "rollout.micro_batch=4 schedule=reweight model.activation_checkpointing=true",
         "schedule=retain memory.activations=0",

@@ -55,6 +55,7 @@ def check(config: Config, *, resume: bool = False, files: bool = True) -> None:
 
     Raises one LeanError with a line per problem; loads no model.
     """
+    config = before_auto(config)
     groups = (
         _check_steps,
         _check_kernel,
@@ -74,6 +75,14 @@ def check(config: Config, *, resume: bool = False, files: bool = True) -> None:
     problems += _check_files(config, resume) if files else ()
     if problems:
         raise LeanError("\n".join(map(str, problems)))
+
+
+def before_auto(config: Config) -> Config:
+    """Under `auto`, the settings before it chooses a micro-batch: one of 1 divides any group."""
+    if config.schedule != "auto":
+        return config
+    rollout = config.rollout.model_copy(update={"micro_batch": 1})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _check_steps(config: Config) -> Iterator[LeanError]:

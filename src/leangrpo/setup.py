@@ -12,7 +12,7 @@ import torch
 
 from . import checkpoint
 from .auto import Auto, adopted
-from .checks import check
+from .checks import before_auto, check
 from .choice import Choice, configured
 from .collectives import Collectives
 from .compiling import compile_blocks, require_compiler
@@ -140,6 +140,7 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
     folder = world.share(run_folder(config))
     if resume and config.schedule == "auto":
         config = world.share(adopted(config, folder))
+    config = before_auto(config)
     found = _found_by_the_first(world, config, folder) if resume else None
     examples, heldout = read_examples(config.prompts), read_examples(config.prompts, heldout=True)
     heldout = heldout[: config.evaluation.prompts]
