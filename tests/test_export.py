@@ -17,7 +17,6 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from train_ranks import two_ranks
 
 from leangrpo import checkpoint, export
 from leangrpo.cli import main
@@ -161,22 +160,6 @@ def test_plain_diffusers_gives_the_same_pictures(
     mean = assert_same_pictures(folder, tmp_path / "mean", monkeypatch)
     own = assert_same_pictures(folder, tmp_path / "own", monkeypatch, ema=False)
     assert not torch.equal(mean, own)
-
-
-@pytest.mark.parametrize("ema", [True, False])
-@pytest.mark.parametrize("kind", TRAIN)
-def test_the_checkpoint_of_two_ranks(
-    kind: str,
-    ema: bool,
-    tmp_path_factory: pytest.TempPathFactory,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its weights are in halves, which one process joins."""
-    folder = two_ranks(tmp_path_factory.getbasetemp()) / f"{kind}-whole"
-    state = folder / "checkpoints" / "000003" / "state"
-    assert len(list(state.glob("*.safetensors"))) == 2
-    assert_same_pictures(folder, tmp_path / "out", monkeypatch, ema)
 
 
 def test_the_lines_that_load_it(run: Callable[..., Path], tmp_path: Path) -> None:

@@ -147,8 +147,8 @@ def test_nothing_smaller_is_left(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first update is saved, and the message says what may help."""
-    full = Full(99)
-    full.install(monkeypatch)
+    Full().install(monkeypatch)
+    monkeypatch.setattr(Choice, "alternatives", lambda self: [])
     with pytest.raises(LeanError, match="nothing smaller is left"):
         train(settings(tmp_path / "run"), quiet=True)
     assert (tmp_path / "run" / "checkpoints").is_dir()

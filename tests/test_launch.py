@@ -202,6 +202,7 @@ def test_a_killed_rank_ends_the_job(killed: tuple[Path, str, float]) -> None:
     assert not (run / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_resumed_on_as_many(
     ranks: Ranks, killed: tuple[Path, str, float], whole: tuple[Path, str]
 ) -> None:

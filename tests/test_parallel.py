@@ -238,6 +238,11 @@ def of(ranks: int) -> list[str]:
 
 
 LONG = (
+    "m2 copies",
+    "m6",
+    "pairs",
+    "step copies",
+    "step idle",
     "streamed m3",
     "streamed group",
     "lora float32",

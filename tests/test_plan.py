@@ -331,6 +331,7 @@ def test_seconds_of_the_papers_ablation(train: str) -> None:
         assert 0.96 * seconds <= found <= over * seconds, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPEEDUPS)
 def test_speedups_are_the_papers(name: str) -> None:
     """They grow with the share of trained steps. The paper's smallest is of a share it chose, and

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
+from test_export import TRAIN, assert_same_pictures
 from torch import Tensor
 from train_ranks import AGAIN, CASES, launch, settings, two_ranks
 
@@ -149,3 +150,19 @@ def test_the_adapter_of_two_ranks_is_whole(root: Path) -> None:
     adapter = sum(p.numel() * p.element_size() for p in policy.parameters)
     assert adapter == sum(v.numel() * v.element_size() for v in written.values())
     assert file.stat().st_size < 2 * adapter
+
+
+@pytest.mark.parametrize("ema", [True, False])
+@pytest.mark.parametrize("kind", TRAIN)
+def test_the_checkpoint_of_two_ranks(
+    kind: str,
+    ema: bool,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its weights are in halves, which one process joins."""
+    folder = root / f"{kind}-whole"
+    state = folder / "checkpoints" / "000003" / "state"
+    assert len(list(state.glob("*.safetensors"))) == 2
+    assert_same_pictures(folder, tmp_path / "out", monkeypatch, ema)

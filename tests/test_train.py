@@ -204,7 +204,7 @@ STREAMED: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ahead", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", STREAMED)
 def test_streaming(case: str, ahead: int, settings: Callable[..., Config], tmp_path: Path) -> None:
     """Native's gradient up to rounding, whenever the rewards are waited for."""

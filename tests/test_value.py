@@ -300,7 +300,7 @@ def test_a_transition_without_latents_is_refused() -> None:
         critic.attach(Transition((SampleKey(0, 0, 0),), 2, torch.zeros(1)))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_rank_has_the_value_network_of_one_process(num_ranks: int, tmp_path: Path) -> None:
     """Bitwise: the ranks' transitions come in one order, whoever has sampled them."""
     here = Path(__file__).parent
