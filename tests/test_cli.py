@@ -286,6 +286,7 @@ def test_a_run_as_the_source_of_another(run: Path, tmp_path: Path) -> None:
     assert [line["rewards"] for line in other.metrics] == [first.metrics[0]["rewards"]]
 
 
+@pytest.mark.slow
 def test_bench_of_the_ledger(tmp_path: Path) -> None:
     options = ["--ledger", "--groups", "2,4", "--json", tmp_path / "ledger.json"]
     ended = leangrpo("bench", *SMALL, *options)

@@ -153,7 +153,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "train", "guided", "checkpointing"), MATRIX)
 def test_retain_is_native_bitwise(name, train, guided, checkpointing, dtype) -> None:
     options = {"guided": guided, "checkpointing": checkpointing}

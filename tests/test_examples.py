@@ -38,6 +38,7 @@ def test_short_and_without_the_trainer(file: Path) -> None:
     assert not {m for m in imported if m and m.startswith("leangrpo.")}, "the public names do"
 
 
+@pytest.mark.slow
 def test_minimal() -> None:
     example = load("minimal")
     example.GENERATIONS = 3

@@ -259,6 +259,7 @@ def test_a_killed_rank_under_torchrun(ranks: Ranks) -> None:
     assert "RuntimeError" not in out
 
 
+@pytest.mark.slow
 def test_a_mistake_of_one_rank(ranks: Ranks) -> None:
     out, _ = ranks.run(
         [], "train", *ranks.settings, "run.dir=mistake", "--nproc", 2,

@@ -238,6 +238,12 @@ def of(ranks: int) -> list[str]:
 
 
 LONG = (
+    "sd3 full float32",
+    "classic",
+    "retain replicate",
+    "parts",
+    "guard",
+    "global",
     "m2 copies",
     "m6",
     "pairs",
@@ -268,8 +274,9 @@ def anywhere_quick(case: str) -> bool:
 def is_quick(ranks: int, case: str) -> bool:
     """Whether a case runs in `make test`: most on two ranks, and what needs four."""
     if ranks == 2:
-        return not any(f" {name} " in case for name in LONG)
-    return ("hsdp" in case and "float64" in case) or any(f"sd3 {m} " in case for m in SHAPES)
+        words = f" {case.replace(':', ' ')} "
+        return not any(f" {name} " in words for name in LONG)
+    return ("sd3 full float64" in case and "hsdp" in case) or "sd3 m3 " in case
 
 
 def runs(part: str = "") -> list[Any]:

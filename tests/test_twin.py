@@ -48,6 +48,7 @@ def test_no_weight_is_read(name: str, bare: Any) -> None:
     assert all(p.any() for p in one.values() if p.dim() > 1), "nothing is hidden behind zeros"
 
 
+@pytest.mark.slow
 def test_two_layers_and_two_heads(bare: Any) -> None:
     """The configuration of FLUX.1 itself: 19 and 38 layers, 24 heads of 128."""
     real = dict(FluxTransformer2DModel.load_config(bare("flux") / "transformer"))
