@@ -552,7 +552,7 @@ def test_two_ranks(folder: Path, tmp_path: Path) -> None:
         f"prompts={{train: {folder / 'prompts.txt'}, heldout: null}}",
         "rewards=[{name: 'many_ranks:brightness'}]",
         "optimizer={lr: 1e-3, max_grad_norm: 1e9}",
-        "parallel={replicate: 1, check: true}",
+        "parallel={replicate: 1}",
     ]
     kinds = ("native", "retain", "reweight", "streaming")
     cases = {kind: [*settings, f"schedule={kind}"] for kind in kinds}

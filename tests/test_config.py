@@ -328,6 +328,11 @@ def test_unreadable_sources(tmp_path: Path) -> None:
             "cannot clip it. Set it to null, or schedule=reweight.",
         ),
         (
+            "parallel.check=true model.compile=true schedule=retain",
+            "`parallel.check` is True: it looks at every operation, which torch.compile does not "
+            "allow. Set it or model.compile to false.",
+        ),
+        (
             "selection.rule=list",
             "`selection.steps` is None: rule list needs at least one step.",
         ),

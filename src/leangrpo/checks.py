@@ -342,6 +342,9 @@ def _check_parallel(config: Config) -> Iterator[LeanError]:
     if p.sync == "step" and config.schedule in ("reweight", "streaming"):
         rule = f"schedule {config.schedule} must multiply by the advantage before ranks are added"
         yield problem("parallel.sync", p.sync, rule, "Set it to update or group.")
+    if p.check and config.model.compile:
+        rule = "it looks at every operation, which torch.compile does not allow"
+        yield problem("parallel.check", True, rule, "Set it or model.compile to false.")
     has_ledger = config.schedule in ("reweight", "streaming", "auto")
     if p.ledger_dtype and not has_ledger:
         rule = f"only reweight has a ledger, and schedule is {config.schedule}"
