@@ -65,7 +65,6 @@ class Auto:
     missing: dict[Key, str] = field(default_factory=dict, init=False)
     steps: dict[Key, StepCost] = field(default_factory=dict, init=False)
     too_large: bool = field(default=False, init=False)
-    seconds: float = field(default=0.0, init=False)
 
     def decide(self) -> Choice:
         """The best option; the same on all ranks, from the slowest and largest of each cost.
@@ -105,7 +104,6 @@ class Auto:
                 self._measure(some, load, fixed, limit, began)
         costs = replace(fixed, steps=self.steps, missing=self.missing)
         choice = choose(load, costs, options, limit=limit, left_out=left, offload=offload)
-        self.seconds = time.perf_counter() - began
         return world.share(choice)  # type: ignore[no-any-return]
 
     def limit(self) -> int | None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from .checks import check_capture
 from .collectives import Collectives
 from .config import Config
+from .console import for_tables
 from .data import SampleKey, Transition
 from .errors import problem
 from .layout import Layout, Slot, classic_layout, shared_layout
@@ -261,7 +261,7 @@ def _print_times(result: dict[str, Any]) -> dict[str, Any]:
             f"{row['speedup_min']:.2f}-{row['speedup_max']:.2f}",
             *(f"{row[s]:.3f}" for s in stages),
         )
-    console = _console()
+    console = for_tables()
     console.print(table)
     if "predicted_limit" in result:
         console.print(
@@ -287,13 +287,7 @@ def _print_counts(result: dict[str, Any]) -> dict[str, Any]:
             calls, num_bytes = row["calls"].get(kind, 0), row["num_bytes"].get(kind, 0)
             cells += [str(calls), f"{num_bytes / 1e6:.2f}"]
         table.add_row(row["schedule"], *cells, f"{row['passes']:.2f}")
-    console = _console()
+    console = for_tables()
     console.print(table)
     console.print("passes: how often all trained parameters were added up over the ranks")
     return result
-
-
-def _console() -> Console:
-    """A log file has room for whole rows."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)

@@ -8,14 +8,15 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from .bench_memory import take_gradient, update
 from .checks import check_capture
 from .config import Config
+from .console import for_tables
 from .errors import problem
+from .ledger import sum_bytes
 from .oracle import float64_throughout
 from .parallel import world_size
 from .policy import Policy
@@ -70,7 +71,7 @@ def batches(
         _fill(policy, config.seed)
         expected, _, _ = _run(native, policy, watch)
         turns = [[_run(one, policy, watch) for one in variants] for _ in range(rounds + 1)]
-    one = sum(p.numel() * max(4, p.element_size()) for p in policy.parameters)
+    one = sum_bytes(policy.parameters)
     times = [[seconds for *_, seconds in turn] for turn in turns[1:]]  # the first warms up
     rows = []
     for i, variant in enumerate(variants):
@@ -133,8 +134,7 @@ def _run(config: Config, policy: Policy, watch: Stopwatch) -> tuple[Tensor, Stat
 
 
 def _print(result: dict[str, Any]) -> None:
-    console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    console = for_tables()
     title = (
         f"{result['pipeline']}, {result['train']}, {result['dtype']}, guidance "
         f"{result['guidance']:g}, {result['generations']} generations, medians of "

@@ -6,14 +6,15 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from .advantages import group_advantages
 from .config import Config
+from .console import for_tables
 from .data import SampleKey, Transition
 from .errors import problem
+from .ledger import sum_bytes
 from .memory import peak_memory
 from .noise import generator
 from .parallel import world_size
@@ -49,7 +50,7 @@ def ledger(
     device = pick_device(config.run.device)
     policy = make_policy(config, device)
     steps = select(config.selection, policy.plan().std.tolist(), seed=config.seed, update=0)
-    one = sum(p.numel() * max(4, p.element_size()) for p in policy.parameters)
+    one = sum_bytes(policy.parameters)
     rows: list[dict[str, Any]] = []
     for group in groups:
         native, _, _ = _update(config, policy, "native", steps, group)
@@ -138,8 +139,7 @@ def sample_group(
 
 
 def _print(result: dict[str, Any]) -> None:
-    console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    console = for_tables()
     title = (
         f"{result['pipeline']}, {result['train']}, {result['dtype']}, {result['selected']} steps "
         f"trained, {result['micro_batch']} a forward: one gradient is "

@@ -8,12 +8,12 @@ import time
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from .bench_memory import sample_group
 from .config import Config
+from .console import for_tables
 from .data import SampleKey, Transition
 from .errors import problem
 from .memory import peak_memory
@@ -150,8 +150,7 @@ def _same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
 
 
 def _print(r: dict[str, Any]) -> None:
-    console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    console = for_tables()
     table = Table(
         title=f"{r['pipeline']}, {r['train']}, {r['dtype']}: a group of {r['group']}, "
         f"{r['selected']} steps trained",

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def is_terminal() -> bool:
@@ -33,6 +36,14 @@ def _drop_output() -> None:
         os.close(null)
     except (AttributeError, OSError, ValueError):
         sys.stdout = _Nowhere()
+
+
+def for_tables(width: int = 120) -> Console:
+    """Where a table is printed: a log file has room for whole rows, `width` columns."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
 
 
 class _Nowhere(io.TextIOBase):

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from .components import denoisers
 from .config import Config
+from .console import for_tables
 from .data import SampleKey, Transition
 from .errors import LeanError
 from .loading import attention_targets, load_pipeline
@@ -298,8 +298,7 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(
             "network calls", f"{calls}, for 2 generations, {len(report['selected'])} steps"
         )
-    console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    console = for_tables()
     console.print(table)
     if "refused" in report:
         console.print(f"cannot be trained: {report['refused']}", markup=False)

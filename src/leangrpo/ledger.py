@@ -6,7 +6,7 @@ All selected steps of trajectory i share A_i, so the sum over its steps is all t
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -181,6 +181,11 @@ class Ledger:
         kept = [g for one in lists for g in one if g is not None]
         batches = [*self.batches.values(), *(samples for samples, _ in self._due_samples)]
         return num_bytes([*kept, *(t for samples in batches for t in samples.tensors())])
+
+
+def sum_bytes(parameters: Iterable[Tensor]) -> int:
+    """Bytes of one gradient of all parameters, in the dtypes they are added up in."""
+    return sum(p.numel() * sum_dtype(p).itemsize for p in parameters)
 
 
 def sum_dtype(parameter: Tensor) -> torch.dtype:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from .checks import check
 from .choice import Choice, candidates, choose, size, workload
 from .config import Config
+from .console import for_tables
 from .costs import Costs, Key, Option, StepCost, Workload
 from .counting import Count, Work, count, peak_of, weight_bytes
 from .device import Device
@@ -298,8 +298,7 @@ class Plan:
 
     def show(self, *, everything: bool = False) -> None:
         """Print the device, the model, the choice and its reason, and the table."""
-        console = Console()
-        console = console if console.is_terminal else Console(width=WIDTH)
+        console = for_tables(WIDTH)
         console.print(self._head())
         console.print()
         if self.choice is None:

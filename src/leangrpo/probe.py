@@ -21,6 +21,7 @@ from .costs import Key, StepCost
 from .data import SampleKey, Transition
 from .errors import LeanError
 from .gradients import Gradients
+from .ledger import sum_bytes
 from .memory import Trace, peak_memory, storages
 from .parallel import World
 from .policy import Policy, Prefix
@@ -330,13 +331,12 @@ class Probe:
     def gradient_bytes(self) -> tuple[int, int, int]:
         """Bytes of a whole gradient, of an advantage-weighted sum, and of what is stepped."""
         compute = self.policy.dtype
-        whole = summed = stepped = 0
+        whole = stepped = 0
         for p in self.policy.parameters:
             size = (compute or p.dtype).itemsize
             whole += p.numel() * size
-            summed += p.numel() * max(4, p.dtype.itemsize)
             stepped += sum(storages([p]).values())
-        return whole, summed, stepped
+        return whole, sum_bytes(self.policy.parameters), stepped
 
     def resident(self, optimizer: torch.optim.Optimizer, others: Sequence[Tensor] = ()) -> int:
         """Bytes that stay from update to update: weights, buffers, the optimizer's moments."""
