@@ -1,7 +1,8 @@
-"""Commands to look before training: `check` a pipeline, `bench` schedules, `plan` for a device."""
+"""Commands to look before training: `check`, `verify`, `bench` and `plan`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,16 +13,18 @@ from .cli_options import (
     Settings,
     check_writable,
     counts,
+    is_first_rank,
     is_run,
     launch_ranks,
     load,
+    load_model,
+    progress,
     size_of,
     write_json,
 )
-from .config import bare_config
-from .cookbook import is_recipe
 from .errors import problem
 from .launch import check_for
+from .runfolder import VERIFIED
 
 app = typer.Typer()
 
@@ -151,18 +154,83 @@ def check_model(
     leangrpo check my-model model.train=lora model.dtype=bfloat16
     """
     check_writable(json_file)
-    source, *overrides = model
-    known = is_recipe(source) or source.endswith((".yaml", ".yml")) or is_run(source)
-    config = load(model) if known else bare_config(source, overrides)
+    config, known = load_model(model)
     from .checks import check
 
     check(config, files=False)
     from .inspection import inspect_pipeline
 
-    named = any(o.startswith("kernel.") for o in overrides)
+    named = any(o.startswith("kernel.") for o in model[1:])
     report = inspect_pipeline(config, tiny=tiny, kernel_given=known or named)
     write_json(json_file, report)
     if not report["trainable"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE|YAML|RUN|MODEL] [KEY.PATH=VALUE]...",
+            help="What to verify, or a folder in diffusers format (default: two prompts of the "
+            "embedded recipe in float32); then overrides.",
+            show_default=False,
+        ),
+    ] = None,
+    schedules: Annotated[
+        str | None,
+        typer.Option(
+            help="Which to compare with native: retain, reweight, streaming; with :step, :group or "
+            ":offload; or MODULE:FUNCTION. Default: all there are.",
+            show_default=False,
+        ),
+    ] = None,
+    oracle: Annotated[
+        bool,
+        typer.Option(
+            help="Compare with plain autograd in a higher precision too: a second copy of the "
+            "pipeline on every rank."
+        ),
+    ] = True,
+    nproc: Nproc = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Prove that the schedules give native's gradient, on your model and machine.
+
+    One update under each of them from the same state. Ends with 1 when a bound is broken, and says
+    what the mistake is.
+
+    Examples: leangrpo verify; leangrpo verify embedded-lora model.dtype=bfloat16 --nproc 2;
+    leangrpo verify --schedules native,my_module:MySchedule
+    """
+    check_writable(json_file)
+    words = settings or []
+    if not words or "=" in words[0]:
+        words = ["embedded", "rollout.prompts=2", *words]
+    config, _ = load_model(words)
+    if nproc is not None and nproc > 1:
+        check_for(config, nproc, resume=True)  # it leaves a run's folder alone
+        flags = [f"--schedules={schedules}"] if schedules else []
+        flags += [] if oracle else ["--no-oracle"]
+        launch_ranks("verify", words, flags, nproc, json_file)
+    from .checks import check
+
+    check(config, files=False)
+    from .parallel import leave
+    from .verify import verify as run
+
+    names = schedules.split(",") if schedules else None
+    result = run(config, names, oracle=oracle, say=progress)
+    leave()
+    if is_first_rank():
+        from .verify_table import show
+
+        show(result.as_dict())
+    write_json(json_file, result.as_dict())
+    if is_run(words[0]):
+        write_json(Path(words[0]) / VERIFIED, result.as_dict())
+    if result.broken:
         raise typer.Exit(1)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from .config import Config, load_config
+from .config import Config, bare_config, load_config
+from .cookbook import is_recipe
 from .errors import LeanError, problem
 from .launch import launch
 from .settings_model import Size
@@ -62,6 +64,13 @@ def load(settings: list[str] | None, *, resume: bool = False) -> Config:
         if given and is_run(given[-1]):
             source = os.path.join(given[-1], "config.yaml")
     return load_config(source, words)
+
+
+def load_model(words: list[str]) -> tuple[Config, bool]:
+    """The same for a command that takes a bare model too; whether it is a recipe, file or run."""
+    source, *overrides = words
+    known = is_recipe(source) or source.endswith((".yaml", ".yml")) or is_run(source)
+    return load(words) if known else bare_config(source, overrides), known
 
 
 def of_run(run: Path) -> Config:
@@ -124,6 +133,12 @@ def launch_ranks(
 def is_first_rank() -> bool:
     """Whether this process is the one that speaks."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def progress(text: str) -> None:
+    """A line on what is under way, beside the result."""
+    if is_first_rank():
+        print(text, file=sys.stderr, flush=True)
 
 
 def write_json(file: Path | None, result: Any) -> None:

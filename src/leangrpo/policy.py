@@ -314,14 +314,16 @@ class Policy:
         with self._stand_ins(tape):
             return self.call(sampling, tape, output_type=output_type)
 
-    def replay(self, transition: Transition, *, grad: bool = True) -> Transition:
+    def replay(
+        self, transition: Transition, *, grad: bool = True, capture: Capture | None = None
+    ) -> Transition:
         """The same transition again under the current weights, with gradients unless `grad=False`.
 
         Bitwise the rollout's log-probability while the weights are the same: the pipeline is
         called for that one step, from the stored z_t, and the stored z_{t-1} is scored. A pipeline
         that does not take its latents as an argument is run from its start, with stand-ins for the
         denoisers until the step is reached. With `sampling.flash` too: a step of the window is the
-        same in the sampler of all T steps.
+        same in the sampler of all T steps. `capture`: as in `sample`.
         """
         t = transition
         if t.latents is None or t.next_latents is None:
@@ -346,8 +348,10 @@ class Policy:
             inputs=t.inputs,
             version=self.version,
             sink=taken.append,
+            capture=capture if grad and len(keys) > 1 else None,
         )
-        self._go(self.sampling, tape, latents=None, output_type="latent")
+        with tape.capture or nullcontext():
+            self._go(self.sampling, tape, latents=None, output_type="latent")
         (new,) = taken
         if t.kl is not None:
             new.kl = self._divergence(new, t)

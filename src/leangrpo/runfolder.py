@@ -15,7 +15,7 @@ from .config import Config
 from .errors import LeanError, problem
 
 CONFIG, SUMMARY, LOG, PAGE = "config.yaml", "summary.json", "log.txt", "report.html"
-PLAN = "plan.json"
+PLAN, VERIFIED = "plan.json", "verify.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
 
