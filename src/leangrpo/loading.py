@@ -69,6 +69,8 @@ def load_pipeline(
     pipe.to(device)
     for component in pipe.components.values():
         if isinstance(component, nn.Module):
+            if dtype is torch.float64:  # what a model wants in float32 at least is left behind
+                nn.Module.to(component, dtype)
             _align(component)
     return pipe
 

@@ -25,7 +25,7 @@ from .charts import (
 )
 from .page_style import SCRIPT, STYLE
 from .pictures import cut_out
-from .runfolder import PAGE, Run, read_run, replace_file
+from .runfolder import PAGE, VERIFIED, Run, read_run, replace_file
 
 MOST_POINTS, MOST_BARS, MOST_SHEETS, MOST_PROMPTS = 400, 60, 24, 200
 
@@ -72,6 +72,7 @@ def render(run: Run) -> str:
         _section("Where the time goes", _time(run)),
         _section("Gradient", _gradient(run)),
         _section("Held-out prompts", _prompts(run)),
+        _section("Exactness", _exactness(run)),
         _section("How to read this page", _notes(run)),
         _section("Settings", _settings(run)),
     ]
@@ -419,6 +420,30 @@ def _cell(value: Value, text: str, kind: str = "") -> str:
 
 
 # -- words -----------------------------------------------------------------------------------------
+
+
+def _exactness(run: Run) -> str:
+    """What `leangrpo verify RUN` found, where it was asked."""
+    try:
+        found = json.loads((run.folder / VERIFIED).read_text(encoding="utf-8"))
+        rows = [row for row in found["rows"] if row["quantity"] == "gradient"]
+        body = "".join(
+            f"<tr><td>{escape(str(row['schedule']))}</td>"
+            f"<td>{row['protocol'].replace('_', ' ')}</td><td class=num>{row['cosine']:.6f}</td>"
+            f"<td class=num>{row['rel_l2']:.2e}</td><td>{'yes' if row['bitwise'] else 'no'}</td></tr>"
+            for row in rows
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    wrong = "".join(
+        f"<p><b>{escape(str(b['schedule']))}</b>: {escape(str(b['diagnosis']))}</p>"
+        for b in found.get("broken", [])
+    )
+    return (
+        f"{wrong}<p>Gradients compared with native's by <code>leangrpo verify</code>.</p><table>"
+        "<tr><th>schedule</th><th>protocol</th><th>cosine</th><th>relative L2</th>"
+        f"<th>bitwise</th></tr>{body}</table>"
+    )
 
 
 def _notes(run: Run) -> str:

@@ -120,7 +120,8 @@ def as_tensor(output: Any) -> Tensor:
     Lists are stacked, pictures of PIL become `(C, H, W)` in [0, 1].
     """
     if isinstance(output, Tensor):
-        return output.detach().to("cpu", torch.float32)
+        # copy_ casts, and does so inside `float64_throughout` too: rewards read float32
+        return torch.empty(output.shape, dtype=torch.float32).copy_(output.detach())
     if isinstance(output, (list, tuple)):
         return torch.stack([as_tensor(one) for one in output])
     if isinstance(output, np.ndarray):

@@ -31,8 +31,11 @@ def show(result: dict[str, Any], console: Console | None = None) -> None:
         console.print(f"left out: {one['schedule']}: {one['reason']}", markup=False)
     for note in result["notes"]:
         console.print(f"note: {note}", markup=False)
-    for one in result["broken"]:
-        console.print(_broken(one), style="bold red", markup=False, highlight=False)
+    told: set[tuple[str, str]] = set()
+    for one in result["broken"]:  # the same mistake under both protocols is told once
+        if (one["schedule"], one["diagnosis"]) not in told:
+            console.print(_broken(one), style="bold red", markup=False, highlight=False)
+        told.add((one["schedule"], one["diagnosis"]))
     console.print(_verdict(result), style="bold", markup=False, highlight=False)
 
 
@@ -56,14 +59,14 @@ def _table(*columns: str) -> Table:
 
 def _alignments(result: dict[str, Any], protocol: str) -> Table:
     table = _table(
-        "gradient:\ncosine",
-        "\nrelative L2",
-        "\nmax abs",
-        "update:\ncosine",
-        "\nrelative L2",
-        "1st moment:\nrelative L2",
-        "2nd moment:\nrelative L2",
-        "all of it\nbitwise",
+        "gradient\ncosine",
+        "gradient\nrel. L2",
+        "gradient\nmax abs",
+        "update\ncosine",
+        "update\nrel. L2",
+        "moment 1\nrel. L2",
+        "moment 2\nrel. L2",
+        "all\nbitwise",
     )
     found: dict[str, dict[str, Any]] = {}
     for row in result["rows"]:
@@ -122,11 +125,12 @@ def _verdict(result: dict[str, Any]) -> str:
         if result.get("oracle")
         else "the others without a bound, as there is no oracle"
     )
-    return f"exact: {', '.join(n for n in every if n != 'native')} (retain bitwise, {others}, unless native itself varies more)"
+    names = ", ".join(name for name in every if name != "native")
+    return f"exact: {names} (retain bitwise, {others}; more only where native itself varies)"
 
 
 def _cosine(value: float) -> str:
-    return f"{value:.9f}" if value < 1 else "1"
+    return f"{value:.6f}"
 
 
 def _distance(value: float) -> str:

@@ -79,8 +79,8 @@ class Witness:
                 if t.weight == 0.0:
                     continue
                 new = self.policy.replay(t)
-                seed = torch.tensor(_coefficients(t, advantages, scale)).to(new.log_prob)
-                value = (seed * new.log_prob).sum()
+                seed = torch.tensor(_coefficients(t, advantages, scale), dtype=torch.float64)
+                value = (seed.to(new.log_prob) * new.log_prob).sum()
                 if self.kl and new.kl is not None:
                     value = value + self.kl * scale * new.kl.sum()
                 value.backward()  # type: ignore[no-untyped-call]
