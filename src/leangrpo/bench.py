@@ -216,7 +216,7 @@ def measure(
 
     Raises LeanError for a schedule that does not exist.
     """
-    configs = _configs(config, names)
+    configs = bench_variants(config, names)
     with _job(config, configs, reward=reward) as job:
         made = {name: _make(one, job) for name, one in configs.items()}
         result = _about(config, job, made) | {
@@ -278,7 +278,7 @@ def count_collectives(config: Config, names: Sequence[str] | None) -> dict[str, 
     Rows of `schedule`, `calls` and `num_bytes` by kind, and `passes`. Raises LeanError in one
     process, which has none.
     """
-    configs = _configs(config, names)
+    configs = bench_variants(config, names)
     if world_size() == 1:
         rule = "one process has no collectives"
         raise problem("--collectives", True, rule, "Start it with torchrun, on two ranks at least.")
@@ -288,12 +288,9 @@ def count_collectives(config: Config, names: Sequence[str] | None) -> dict[str, 
         return _about(config, job, made) | {"rounds": 1, "rows": rows}
 
 
-def check_variants(config: Config, names: Sequence[str] | None) -> None:
-    """Raise LeanError where a variant does not exist or cannot work; loads nothing."""
-    _configs(config, names)
-
-
-def _configs(config: Config, names: Sequence[str] | None) -> dict[str, Config]:
+def bench_variants(config: Config, names: Sequence[str] | None) -> dict[str, Config]:
+    """The settings of each variant, by name. Raises LeanError where one does not exist or cannot
+    work; loads nothing."""
     if names is None:
         names = ["native:step", *SCHEDULES] if world_size() > 1 else SCHEDULES
     return {name: _variant(config, name) for name in names}
