@@ -18,7 +18,7 @@ from .cli_options import (
     size_of,
     write_json,
 )
-from .config import bare_config
+from .config import Config, bare_config
 from .cookbook import is_recipe
 from .errors import problem
 from .launch import check_for
@@ -39,6 +39,31 @@ def bench(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Updates of each schedule.")] = 5,
+    reward: Annotated[
+        bool,
+        typer.Option(
+            "--reward",
+            help="Time whole updates as train makes them, with pictures (decode), rewards and "
+            "optimizer steps. Default: sampling and gradient alone.",
+        ),
+    ] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=V,V,...|A:B[:STEP]",
+            help="Time at each value of a setting; A:B are 5 values. fraction is short for "
+            "selection.fraction with rule fraction: --sweep fraction=0.2:1.0.",
+            show_default=False,
+        ),
+    ] = None,
+    ablation: Annotated[
+        bool,
+        typer.Option(
+            "--ablation",
+            help="On several ranks: native, + shared prompts, + coalesced sync, then retain, "
+            "reweight and streaming.",
+        ),
+    ] = False,
     collectives: Annotated[
         bool,
         typer.Option("--collectives", help="Count the collectives of an update instead of timing."),
@@ -74,13 +99,16 @@ def bench(
     nproc: Nproc = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Time the schedules in turn in one job: sampling and backward, without reward.
+    """Time the schedules in turn in one job, stage by stage, beside the cost model's limit.
 
-    Examples: leangrpo bench; torchrun --nproc-per-node 2 -m leangrpo bench --collectives
+    Examples: leangrpo bench; leangrpo bench --sweep fraction=0.2:1.0;
+    leangrpo bench --nproc 2 --ablation --reward
     """
     check_writable(json_file)
     sizes = None if micro_batches is None else counts("--micro-batches", micro_batches)
     kinds = {
+        "--sweep": sweep is not None,
+        "--ablation": ablation,
         "--collectives": collectives,
         "--ledger": ledger,
         "--micro-batches": sizes is not None,
@@ -89,24 +117,34 @@ def bench(
     asked = [name for name, wanted in kinds.items() if wanted]
     if len(asked) > 1:
         raise problem(asked[1], True, f"it measures something else than {asked[0]}", "Take one.")
-    if asked and not collectives and (nproc or 1) > 1:
-        raise problem("--nproc", nproc, f"{asked[0]} measures one process", "Leave it out.")
+    alone = [name for name in asked if name not in ("--sweep", "--ablation", "--collectives")]
+    if alone and (nproc or 1) > 1:
+        raise problem("--nproc", nproc, f"{alone[0]} measures one process", "Leave it out.")
+    untimed = [name for name in asked if name not in ("--sweep", "--ablation")]
+    if reward and untimed:
+        raise problem("--reward", True, f"{untimed[0]} makes no pictures", "Leave it out.")
+    if ablation and schedules:
+        rule = "--ablation has schedules of its own"
+        raise problem("--schedules", schedules, rule, "Leave one of them out.")
     # one of them stands for the micro-batch, which has to divide the group, of the recipe
     config = load([*(settings or []), *([] if sizes is None else ["rollout.micro_batch=1"])])
     num_bytes = size_of("--budget", budget)
     if num_bytes is not None and not offload:
         raise problem("--budget", budget, "only --offload has a budget", "Add --offload.")
-    if nproc is not None:
-        check_for(config, nproc, resume=True)  # it leaves a run's folder alone
-    else:
-        from .checks import check
+    names = schedules.split(",") if schedules else None
+    chosen = []
+    if sweep is not None:
+        from .bench_sweep import check_points, points
 
-        check(config, files=False)
+        chosen = points(settings or [], sweep)
+        check_points(sweep, chosen, names, lambda one: _check_bench(one, nproc, files=reward))
+    else:
+        _check_bench(config, nproc, files=reward)
     if nproc is not None and nproc > 1:
         flags = [f"--schedules={schedules}"] if schedules else []
-        flags += [f"--rounds={rounds}"] + ["--collectives"] * collectives
+        flags += [f"--rounds={rounds}"] + ["--collectives"] * collectives + ["--reward"] * reward
+        flags += ["--ablation"] * ablation + ([] if sweep is None else [f"--sweep={sweep}"])
         launch_ranks("bench", settings or [], flags, nproc, json_file)
-    names = schedules.split(",") if schedules else None
     if ledger:
         from .bench_memory import ledger as measure
 
@@ -122,12 +160,30 @@ def bench(
 
         write_json(json_file, compare(config, num_bytes, rounds))
         return
+    from .bench import ablation as ablate
     from .bench import bench as run
     from .parallel import leave
 
-    result = run(config, names, rounds, collectives=collectives)
+    if sweep is not None:
+        from .bench_sweep import sweep as through
+
+        result = through(sweep.partition("=")[0].strip(), chosen, names, rounds, reward=reward)
+    elif ablation:
+        result = ablate(config, rounds, reward=reward)
+    else:
+        result = run(config, names, rounds, reward=reward, collectives=collectives)
     leave()
     write_json(json_file, result)
+
+
+def _check_bench(config: Config, nproc: int | None, *, files: bool) -> None:
+    """Refuse settings that no bench can run with; a run's folder is left alone."""
+    if nproc is not None:
+        check_for(config, nproc, resume=True)
+    else:
+        from .checks import check
+
+        check(config, resume=True, files=files)
 
 
 @app.command("check")
