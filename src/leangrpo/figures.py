@@ -190,9 +190,7 @@ def draw_map(result: dict[str, Any], folder: Path, *, command: str) -> list[Path
         axes = figure.subplots(len(kinds), len(columns), squeeze=False)
         for above, kind in zip(axes, kinds, strict=True):
             for axis, column in zip(above, columns, strict=True):
-                mine = [
-                    r for r in rows if (r["model"], r["train"]) == column and r["axis"] == kind
-                ]
+                mine = [r for r in rows if (r["model"], r["train"]) == column and r["axis"] == kind]
                 memory, values = _unique(mine, "memory_gib"), _unique(mine, "value")
                 for row in mine:
                     x, y = memory.index(row["memory_gib"]), values.index(row["value"])
@@ -253,7 +251,8 @@ def cell(row: dict[str, Any]) -> str:
     if row["schedule"] is None:
         return "–"
     more = "c" * row["checkpointing"] + "o" * row["offload"]
-    return f"{STYLES[row['schedule']].letter}{more}\n{row['speedup']:.2f}"
+    ratio = "" if row["speedup"] is None else f"{row['speedup']:.2f}"
+    return f"{STYLES[row['schedule']].letter}{more}\n{ratio}"
 
 
 # -- the same in words ---------------------------------------------------------------------------
@@ -348,7 +347,7 @@ def tell_map(result: dict[str, Any]) -> str:
     letters = ", ".join(f"{s.letter} {n}" for n, s in STYLES.items())
     return (
         f"{letters}; c: with activation checkpointing, o: retained activations on the host. "
-        f"Numbers: times the usual loop (native, a reduction at every backward). "
+        f"Numbers: times the fastest usual loop that fits (native, a reduction at every backward). "
         f"{result['device']}.\n\n" + table(["model", "", "", *(f"{m} GiB" for m in memory)], body)
     )
 

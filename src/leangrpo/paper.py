@@ -21,6 +21,7 @@ import torch
 
 from . import figures
 from .config import Config, load_config
+from .costs import Option
 from .errors import LeanError, problem
 from .launch import cores
 
@@ -103,26 +104,24 @@ def speedup_points() -> list[Point]:
     found += by_fraction("algorithm", "FlowGRPO", "small", source="embedded+flow-grpo")
     windows = (("FlowGRPO-Fast", "flow-grpo-fast", 5), ("MixGRPO-Flash", "mix-grpo-flash", 8))
     for name, recipe, last in windows:
-        sizes = sorted({2, (last + 2) // 2, last})
-        settings = (*SHAPE[:2], f"selection.range=[0, {last}]")
         found += [
             Point(
                 "algorithm",
                 name,
                 "small",
-                (*settings, f"selection.size={n}"),
+                (*SHAPE[:2], f"selection.range=[0, {last}]", f"selection.size={n}"),
                 source=f"embedded+{recipe}",
             )
-            for n in sizes
+            for n in sorted({2, (last + 2) // 2, last})
         ]
     four = ("rollout={prompts: 1, generations: 4, micro_batch: 1}",)
     for ranks in (1, 2, 4):
         name = f"{ranks} rank{'s' * (ranks > 1)}"
-        stepwise = ("native:step", *LEAN[1:])
+        stepwise = ("native:step", "retain", "reweight")
         found += by_fraction("ranks", name, "small", *four, schedules=stepwise, ranks=ranks)
-    for size in (1, 2, 4):
-        settings = (*four, f"rollout.micro_batch={size}")
-        found += by_fraction("micro-batch", f"micro-batch {size}", "small", *settings)
+    for batch in (1, 2, 4):
+        name = f"micro-batch {batch}"
+        found += by_fraction("micro-batch", name, "small", *four, f"rollout.micro_batch={batch}")
     return found
 
 
@@ -192,17 +191,32 @@ def suitability(_: Session) -> dict[str, Any]:
                     for memory in MAP_MEMORY:
                         there = device(MAP_DEVICE, MAP_RANKS, memory=f"{memory}GiB")
                         found = plan(config, there, model=model)
-                        row = {"model": name, "train": train, "axis": axis, "value": value}
+                        row: dict[str, Any] = {
+                            "model": name,
+                            "train": train,
+                            "axis": axis,
+                            "value": value,
+                        }
                         row |= {"memory_gib": memory, "schedule": None, "speedup": None}
                         if found.choice is not None:
                             best = found.choice.chosen
                             row["schedule"] = best.option.schedule
                             row["checkpointing"] = best.option.checkpointing
                             row["offload"] = best.option.activations is not None
-                            row["speedup"] = found.native(best) / best.seconds
+                            usual = [p for p in found.choice.fits if _is_usual(p.option)]
+                            row["speedup"] = usual[0].seconds / best.seconds if usual else None
                             row["peak_bytes"] = best.peak_bytes
                         rows.append(row)
     return {"device": device(MAP_DEVICE, MAP_RANKS).describe(), "rows": rows}
+
+
+def _is_usual(option: Option) -> bool:
+    """The usual loop: native, a reduction at every backward, no sampling ahead of rewards."""
+    return (option.schedule, option.sync, option.ahead) == ("native", "step", 0)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 # -- measuring -----------------------------------------------------------------------------------
@@ -219,7 +233,7 @@ class Session:
     rounds: int = 5
     larger: bool = False
     redraw: bool = False
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = _say
     results: dict[str, Any] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     models: Path | None = None
@@ -424,11 +438,12 @@ def run(
     larger: bool = False,
     redraw: bool = False,
     rounds: int = 5,
-    say: Callable[[str], None] = print,
-) -> None:
+    say: Callable[[str], None] = _say,
+) -> dict[str, Any]:
     """Measure, draw and tell: `NAME.svg`, `NAME.csv`, `results.json` and `README.md` in `folder`.
 
-    Raises LeanError for a figure there is not, and where `results.json` is of something else.
+    Returns what `results.json` holds. Raises LeanError for a figure there is not, and where
+    `results.json` is of something else.
     """
     chosen = wanted(only)
     session = Session(folder, rounds, larger, redraw, say)
@@ -451,6 +466,7 @@ def run(
             figure.draw(one["result"], folder, command=typed)
     (folder / "README.md").write_text(page(session.results), encoding="utf-8")
     say(f"{folder / 'README.md'}")
+    return session.results
 
 
 def page(results: dict[str, Any], images: str = "") -> str:
@@ -469,8 +485,7 @@ def page(results: dict[str, Any], images: str = "") -> str:
             f"## {name}. {figure.title}",
             f"![{figure.title}]({images}{figure.name}.svg)",
             figure.tell(one["result"]),
-            f"`{one['command']}` ({_minutes(one['seconds'])}; "
-            f"[data]({images}{figure.name}.csv))",
+            f"`{one['command']}` ({_minutes(one['seconds'])}; [data]({images}{figure.name}.csv))",
         ]
     return "\n\n".join(text) + "\n"
 
