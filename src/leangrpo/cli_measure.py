@@ -39,7 +39,14 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Updates of each schedule.")] = 5,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Updates of each schedule; default: 5, with --paper 3.",
+            show_default=False,
+        ),
+    ] = None,
     reward: Annotated[
         bool,
         typer.Option(
@@ -128,6 +135,7 @@ def bench(
     leangrpo bench --nproc 2 --ablation --reward; leangrpo bench --paper --out figures
     """
     check_writable(json_file)
+    rounds = rounds or (3 if paper else 5)  # as paper.ROUNDS, whose module imports torch
     sizes = None if micro_batches is None else counts("--micro-batches", micro_batches)
     kinds = {
         "--sweep": sweep is not None,

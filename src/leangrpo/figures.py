@@ -200,7 +200,7 @@ def draw_map(result: dict[str, Any], folder: Path, *, command: str) -> list[Path
                             (x, y),
                             1,
                             1,
-                            facecolor=str(max(float(style.grey), 0.75)) if style.letter else "0.25",
+                            facecolor=_pale(style) if style.letter else "0.25",
                             hatch=style.hatch[:1],
                             edgecolor="0.55",
                             linewidth=0.8,
@@ -231,7 +231,7 @@ def draw_map(result: dict[str, Any], folder: Path, *, command: str) -> list[Path
         used = [n for n in STYLES if any(r["schedule"] == n for r in rows)]
         handles = [
             Patch(
-                facecolor=str(max(float(STYLES[n].grey), 0.75)),
+                facecolor=_pale(STYLES[n]),
                 hatch=STYLES[n].hatch[:1] * 2,
                 edgecolor="0.55",
                 label=f"{STYLES[n].letter}: {n}",
@@ -244,6 +244,11 @@ def draw_map(result: dict[str, Any], folder: Path, *, command: str) -> list[Path
         ]
         figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8)
     return [folder / "figure7.svg", write(rows, folder / "figure7.csv")]
+
+
+def _pale(style: Style) -> str:
+    """Its grey, light enough for letters and hatches."""
+    return str((1 + float(style.grey)) / 2)
 
 
 def cell(row: dict[str, Any]) -> str:

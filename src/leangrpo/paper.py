@@ -27,6 +27,9 @@ from .launch import cores
 
 RESULTS = "results.json"
 
+ROUNDS = 3
+"""Updates of each schedule that are timed."""
+
 SIZES = {"small": (3, 2), "middle": (4, 4), "large": (6, 6)}
 """Layers, and heads of 64, of the random Stable Diffusion 3: 1.7, 9 and 31 million parameters."""
 
@@ -163,8 +166,9 @@ MAP_DEVICE = "h100"
 
 
 def map_config(model: str, train: str, axis: str, value: int) -> Config:
-    """A cell's settings: 10 steps, one update on a rollout, four generations on each rank."""
-    held = value if axis == "generations of a rank" else 4
+    """A cell's settings: 10 steps, one update on a rollout; two generations on each rank
+    where the selected steps vary."""
+    held = value if axis == "generations of a rank" else 2
     selected = value if axis == "selected steps" else 10
     settings = [
         f"model.train={train}",
@@ -207,7 +211,8 @@ def suitability(_: Session) -> dict[str, Any]:
                             row["speedup"] = usual[0].seconds / best.seconds if usual else None
                             row["peak_bytes"] = best.peak_bytes
                         rows.append(row)
-    return {"device": device(MAP_DEVICE, MAP_RANKS).describe(), "rows": rows}
+    name = device(MAP_DEVICE).name
+    return {"device": f"{MAP_RANKS} x {name}, by its data sheet but for the memory", "rows": rows}
 
 
 def _is_usual(option: Option) -> bool:
@@ -230,7 +235,7 @@ class Session:
     """
 
     folder: Path
-    rounds: int = 5
+    rounds: int = ROUNDS
     larger: bool = False
     redraw: bool = False
     say: Callable[[str], None] = _say
@@ -414,7 +419,7 @@ FIGURES = (
 
 def command(name: str, *, larger: bool, rounds: int) -> str:
     """What to type for a figure."""
-    more = " --larger" * larger + (f" --rounds {rounds}" if rounds != 5 else "")
+    more = " --larger" * larger + (f" --rounds {rounds}" if rounds != ROUNDS else "")
     return f"leangrpo bench --paper --only {name} --out DIR{more}"
 
 
@@ -437,7 +442,7 @@ def run(
     only: str | None = None,
     larger: bool = False,
     redraw: bool = False,
-    rounds: int = 5,
+    rounds: int = ROUNDS,
     say: Callable[[str], None] = _say,
 ) -> dict[str, Any]:
     """Measure, draw and tell: `NAME.svg`, `NAME.csv`, `results.json` and `README.md` in `folder`.
