@@ -124,3 +124,11 @@ def test_the_map_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_figure_there_is_not() -> None:
     with pytest.raises(LeanError, match=r"--only.*figure9.*table1, figure3"):
         paper.wanted("figure9")
+
+
+def test_the_page_in_the_docs_is_what_its_results_say() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    results = json.loads((docs / "img/paper" / paper.RESULTS).read_text(encoding="utf-8"))
+    assert paper.page(results, "img/paper/") in (docs / "results.md").read_text(encoding="utf-8")
+    for name in results["figures"]:
+        assert (docs / "img/paper" / f"{name}.svg").exists()
