@@ -11,8 +11,6 @@ from .console import for_tables
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 OPTIONAL = ("decode", "reward", "optimizer")
-WIDTH = 150
-"""Columns of a table that no terminal shows."""
 
 
 def title(result: Mapping[str, Any]) -> str:
@@ -34,31 +32,32 @@ def scope(result: Mapping[str, Any]) -> str:
 
 
 def print_times(result: dict[str, Any]) -> dict[str, Any]:
-    """A row of each schedule; returns the result."""
+    """A row of each schedule, and below it where its time goes; returns the result."""
     lines = f"{title(result)}\nmedians of {result['rounds']} updates; {scope(result)}"
     table = Table(title=lines, title_justify="left")
-    stages = [s for s in result["includes"] if result["ranks"] > 1 or s != "sync"]
     table.add_column("schedule", no_wrap=True)
-    names = ("seconds", "speedup", "(min-max)", "limit", "share", *stages, "peak MB", "ledger MB")
+    names = ("seconds", "speedup", "(min-max)", "limit", "share", "peak MB", "ledger MB")
     for name in names:
         table.add_column(name, justify="right")
+    stages = [s for s in result["includes"] if result["ranks"] > 1 or s != "sync"]
+    parts = Table(title="seconds of each stage", title_justify="left")
+    parts.add_column("schedule", no_wrap=True)
+    for name in stages:
+        parts.add_column(name, justify="right")
     for row in result["rows"]:
-        table.add_row(
-            row.get("label", row["schedule"]),
-            f"{row['seconds']:.3f}",
-            *ratios(row),
-            *(f"{row[s]:.3f}" for s in stages),
-            *memory(row),
-        )
-    console = for_tables(WIDTH)
+        name = row.get("label", row["schedule"])
+        table.add_row(name, f"{row['seconds']:.3f}", *ratios(row), *memory(row))
+        parts.add_row(name, *(f"{row[s]:.3f}" for s in stages))
+    console = for_tables()
     console.print(table)
     console.print(LEGEND)
+    console.print(parts)
     return result
 
 
 LEGEND = (
-    "speedup: over the first row. limit: of the speedup over native, had the schedule saved its "
-    "second forward and nothing else; share: how much of that limit was reached"
+    "speedup: over the first row; limit: what native would gain, were its second forward all that "
+    "is saved\nshare: of that limit, reached; peak: allocated at once, above an update's start"
 )
 
 
@@ -104,7 +103,7 @@ def print_sweep(result: dict[str, Any]) -> dict[str, Any]:
                 *memory(row),
                 end_section=row is point["rows"][-1],
             )
-    console = for_tables(WIDTH)
+    console = for_tables()
     console.print(table)
     console.print(LEGEND)
     return result
