@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from leangrpo import bench, paper
 from leangrpo.bench_model import make_bench_model
 from leangrpo.checks import check
+from leangrpo.cli import app
 from leangrpo.errors import LeanError
 from leangrpo.layout import classic_layout, shared_layout
 from leangrpo.loading import load_pipeline
@@ -119,6 +121,19 @@ def test_the_map_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     best = [max(r["speedup"] for r in rows if r["value"] == n) for n in (1, 10)]
     assert best[1] > best[0]  # the more steps are trained, the more there is to save
     assert "W" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "table1"], "only --paper has it"),
+        (["--paper"], "--paper needs a folder"),
+        (["--paper", "--out", "x", "updates=1"], "settings and schedules of its own"),
+    ],
+)
+def test_what_does_not_go_together(words: list[str], said: str) -> None:
+    with pytest.raises(LeanError, match=said):
+        get_command(app).main(["bench", *words], standalone_mode=False)
 
 
 def test_a_figure_there_is_not() -> None:

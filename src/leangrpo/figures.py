@@ -27,7 +27,7 @@ class Style(NamedTuple):
 STYLES = {
     "native": Style("1.0", "", ":", "o", "N"),
     "retain": Style("0.75", "///", "--", "s", "T"),
-    "reweight": Style("0.45", "xxx", "-", "^", "W"),
+    "reweight": Style("0.45", "xxxx", "-", "^", "W"),
     "streaming": Style("0.6", "...", "-.", "D", "S"),
 }
 """T is for reTain and W for reWeight, which begin alike."""
@@ -39,11 +39,11 @@ ABLATION = {
     "retain": "retain",
     "reweight": "reweight",
 }
-ABLATION_BARS = (("1.0", ""), ("0.9", "\\\\"), ("0.8", "---"), ("0.65", "///"), ("0.4", "xxx"))
+ABLATION_BARS = (("1.0", ""), ("0.9", "\\\\"), ("0.8", "---"), ("0.65", "///"), ("0.4", "xxxx"))
 
 STAGES = {
     "rollout": ("1.0", ""),
-    "recompute": ("0.8", "xxx"),
+    "recompute": ("0.8", "xxxx"),
     "backward": ("0.6", "///"),
     "sync": ("0.4", "..."),
     "decode": ("0.95", "\\\\"),
