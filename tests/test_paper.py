@@ -65,6 +65,9 @@ def test_the_sizes_are_what_they_say(tmp_path: Path) -> None:
     pipe = load_pipeline(str(tmp_path / "model"))
     assert sum(p.numel() for p in pipe.transformer.parameters()) == number == 1_687_312
     assert all(p.any() for p in pipe.transformer.parameters())
+    size = {"height": 32, "width": 32, "max_sequence_length": 16}
+    (picture,) = pipe("a test", num_inference_steps=1, guidance_scale=1.0, **size).images
+    assert picture.size == (32, 32)
 
 
 ROWS = [

@@ -52,6 +52,8 @@ def make_bench_model(folder: Path, layers: int = 6, heads: int = 6, *, seed: int
         latent_channels=4,
         norm_num_groups=2,
         sample_size=64,
+        scaling_factor=1.0,
+        shift_factor=0.0,
         use_quant_conv=False,
         use_post_quant_conv=False,
         mid_block_add_attention=False,
