@@ -24,7 +24,7 @@ from .cli_options import (
 )
 from .config import Config
 from .errors import problem
-from .launch import check_for
+from .launch import check_for, only_alone
 from .runfolder import VERIFIED
 
 app = typer.Typer()
@@ -42,7 +42,14 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Updates of each schedule.")] = 5,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Updates of each schedule; default: 5, with --paper 3.",
+            show_default=False,
+        ),
+    ] = None,
     reward: Annotated[
         bool,
         typer.Option(
@@ -100,15 +107,38 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    paper: Annotated[
+        bool,
+        typer.Option(
+            "--paper", help="Measure and draw the paper's tables and figures, into --out."
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of --paper.", show_default=False)
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...", help="With --paper: table1, figure3, ...", show_default=False
+        ),
+    ] = None,
+    larger: Annotated[
+        bool, typer.Option("--larger", help="With --paper: models of 31 to 392M parameters.")
+    ] = False,
+    redraw: Annotated[
+        bool,
+        typer.Option("--redraw", help="With --paper: take what DIR has, measure what is missing."),
+    ] = False,
     nproc: Nproc = None,
     json_file: JsonFile = None,
 ) -> None:
     """Time the schedules in turn in one job, stage by stage, beside the cost model's limit.
 
     Examples: leangrpo bench; leangrpo bench --sweep fraction=0.2:1.0;
-    leangrpo bench --nproc 2 --ablation --reward
+    leangrpo bench --nproc 2 --ablation --reward; leangrpo bench --paper --out figures
     """
     check_writable(json_file)
+    rounds = rounds or (3 if paper else 5)  # as paper.ROUNDS, whose module imports torch
     sizes = None if micro_batches is None else counts("--micro-batches", micro_batches)
     kinds = {
         "--sweep": sweep is not None,
@@ -117,6 +147,7 @@ def bench(
         "--ledger": ledger,
         "--micro-batches": sizes is not None,
         "--offload": offload,
+        "--paper": paper,
     }
     asked = [name for name, wanted in kinds.items() if wanted]
     if len(asked) > 1:
@@ -130,6 +161,22 @@ def bench(
     if ablation and schedules:
         rule = "--ablation has schedules of its own"
         raise problem("--schedules", schedules, rule, "Leave one of them out.")
+    of_paper = {"--out": out, "--only": only, "--larger": larger, "--redraw": redraw}
+    for name, value in of_paper.items():
+        if value and not paper:
+            raise problem(name, value, "only --paper has it", "Add --paper.")
+    if paper:
+        if settings or schedules:
+            rule = "--paper has settings and schedules of its own"
+            raise problem("--paper", " ".join(settings or [str(schedules)]), rule, "Leave it out.")
+        if out is None:
+            raise problem("--out", out, "--paper needs a folder", "Add --out DIR.")
+        only_alone("bench --paper")
+        from .paper import run as make
+
+        made = make(out, only=only, larger=larger, redraw=redraw, rounds=rounds)
+        write_json(json_file, made)
+        return
     # one of them stands for the micro-batch, which has to divide the group, of the recipe
     config = load([*(settings or []), *([] if sizes is None else ["rollout.micro_batch=1"])])
     num_bytes = size_of("--budget", budget)
