@@ -55,8 +55,8 @@ def race(
     `rows` of the result have the `COLUMNS`: seconds of all updates so far (sampling, decoding,
     reward, gradient, optimizer; no loading, no evaluation), the update's mean training reward and,
     every `evaluation.every` updates, the mean reward of `HELD_OUT` held-out prompts; None where
-    there is none. `times` says when each run's held-out reward reached `target`, and `ratios` how much
-    sooner than the first schedule each did (see `time_to_target`).
+    there is none. `times` says when each run's held-out reward reached `target`, and `ratios` how
+    much sooner than the first schedule each did (see `time_to_target`).
 
     Raises LeanError for an unknown schedule, for schedules or seeds that are none or given twice,
     and for a target that the pipeline has reached before it is trained.
