@@ -269,6 +269,7 @@ def draw(
                     )
         axes[0][0].legend()
         axes[1][0].set_xlabel("updates")
+        axes[1][0].xaxis.get_major_locator().set_params(integer=True)
         axes[1][1].set_xlabel("seconds of updates, in one process in turn")
         figure.supxlabel(f"{caption(result)}\n{command}", fontsize=8)
         figure.savefig(image, metadata={"Date": None})
