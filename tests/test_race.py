@@ -73,8 +73,8 @@ def test_nobody_got_there(result: dict[str, Any]) -> None:
 
 
 def test_a_target_that_is_no_target(config: Config) -> None:
-    with pytest.raises(LeanError, match=r"`target` is -5.0.*before training"):
-        race(config, schedules=["native"], seeds=[3], target=-5.0)
+    with pytest.raises(LeanError, match=r"`target` is 0.0.*above 0"):
+        race(config, schedules=["native"], seeds=[3], target=0.0)
 
 
 @pytest.mark.parametrize(
