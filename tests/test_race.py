@@ -193,3 +193,15 @@ def test_the_default_race_is_of_the_embedded_pipeline() -> None:
     config = load_config(race_module.RECIPE, race_module.SETTINGS)
     assert config.model.pipeline == "embedded"
     assert (config.selection.rule, config.selection.fraction) == ("fraction", 1.0)
+
+
+def test_the_target_is_a_gain() -> None:
+    """Where a seed begins changes neither its time nor its curve of held-out reward."""
+    low, high = UP, [reward + 5.0 for reward in UP]
+    one, other = (
+        made_result([*made(0, "native", 3.0, ys), *made(0, "reweight", 2.0, ys)], [0])
+        for ys in (low, high)
+    )
+    assert one["times"] == other["times"]
+    for name in ("native", "reweight"):
+        assert curves(one, name, "heldout") == curves(other, name, "heldout")
