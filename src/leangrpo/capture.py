@@ -39,6 +39,7 @@ class Capture:
         self.seen = False
         self._sink: Samples | None = None
         self._depth = 0
+        self._anchor = torch.zeros((), requires_grad=True)  # a layer's input may need no gradient
         self._before: list[tuple[nn.Module, Any]] = []
         index = {id(p): i for i, p in enumerate(parameters)}
         self._names: dict[int, str] = {}
@@ -67,7 +68,7 @@ class Capture:
         if self._depth == 0:
             for module, layers in self._owners:
                 self._before.append((module, module.__dict__.get("forward")))
-                module.forward = partial(self._forward, module.forward, layers)
+                module.__dict__["forward"] = partial(self._forward, module.forward, layers)
         self._depth += 1
         return self
 
@@ -75,9 +76,9 @@ class Capture:
         self._depth -= 1
         if self._depth == 0:
             for module, before in self._before:
-                del module.forward
+                del module.__dict__["forward"]
                 if before is not None:  # of someone who exchanges it as well
-                    module.forward = before
+                    module.__dict__["forward"] = before
             self._before.clear()
 
     @contextmanager
@@ -135,9 +136,8 @@ class Capture:
                 del layer.module.__dict__[name]
         if layer.rule is None:
             return y
-        anchor = torch.zeros((), requires_grad=True)  # x may need no gradient
         observe: Any = _Observe.apply
-        return observe(y, x.detach(), anchor, self, layer)
+        return observe(y, x.detach(), self._anchor, self, layer)
 
 
 class _Observe(torch.autograd.Function):
@@ -248,9 +248,8 @@ class Bare(Tensor):
                 f"it meets a tensor of shape {tuple(other.shape)} in a batch of {self.capture.rows}"
             )
         parameter: Any = self.layer.module._parameters[self.layer.names[0]]
-        anchor = torch.zeros((), requires_grad=True)
         expand: Any = _Rows.apply
-        rows = expand(parameter.detach(), anchor, n, self.capture, self.layer)
+        rows = expand(parameter.detach(), self.capture._anchor, n, self.capture, self.layer)
         if self.made:
             copies = []
             for copy in rows.unbind():

@@ -196,9 +196,17 @@ def _wide(t: Tensor) -> Tensor:
 
 
 def _linear(layer: nn.Linear, x: Tensor, g: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    rows_x = _samples(x, num).reshape(num, -1, x.shape[-1])
-    rows_g = _samples(g, num).reshape(num, -1, g.shape[-1])
-    return torch.bmm(rows_g.transpose(1, 2), rows_x), rows_g.sum(1, dtype=_wide(g[:0]).dtype)
+    rows_x, rows_g = _tokens(x, num), _tokens(g, num)
+    weight = torch.bmm(rows_g.transpose(1, 2), rows_x)
+    if layer.bias is None:  # most adapters, and there are many
+        return weight, weight[:, :, 0]
+    return weight, rows_g.sum(1, dtype=_wide(g[:0]).dtype)
+
+
+def _tokens(t: Tensor, num: int) -> Tensor:
+    """`(n, ..., d)` to `(B, tokens, d)`."""
+    rows = t if len(t) == num else _samples(t, num)
+    return rows.reshape(num, -1, t.shape[-1])
 
 
 def _convolution(layer: Any, x: Tensor, g: Tensor, num: int) -> tuple[Tensor, Tensor]:
