@@ -1,4 +1,4 @@
-"""Verify and time the schedules on one GPU, at the true shapes of published models: see docs/gpus.md.
+"""Verify and time the schedules on one GPU, at true shapes of published models (docs/gpus.md).
 
     benchmarks/gpu_check.sh [--minutes 8] [--out DIR]
     benchmarks/gpu_check.sh --tiny               # the same without a GPU, on narrow models
@@ -238,7 +238,7 @@ class Check:
         return job
 
     def _limit(self, wanted: float) -> float:
-        """Seconds for a command: what it may take, and what there is. Nothing is known of --tiny."""
+        """Seconds for a command: what it may take, what there is; of --tiny nothing is known."""
         return max(1.0, self.left if self.tiny else min(self.left, wanted))
 
     def _skip(
@@ -288,9 +288,10 @@ class Check:
 
     def _held(self) -> int:
         """Bytes of the models that lie in memory already."""
-        in_memory = [k for k, f in self.folders.items() if is_memory(f)]
         return sum(
-            int(self.known["models"][m]["parameters"] * 2) for m, s in in_memory if s == "true"
+            int(make_models.BFLOAT16 * self.known["models"][model]["parameters"])
+            for (model, size), folder in self.folders.items()
+            if size == "true" and is_memory(folder)
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -64,7 +64,8 @@ def num_bytes(name: str, size: str = "true") -> int:
     kind, config = denoiser_config(name, size)
     with torch.device("meta"):
         module = getattr(diffusers, kind)(**config)
-    return BFLOAT16 * sum(p.numel() for p in [*module.parameters(), *module.buffers()])
+    tensors = [*module.parameters(), *module.buffers()]
+    return BFLOAT16 * sum(int(t.numel()) for t in tensors)
 
 
 def make_denoiser(name: str, size: str, device: torch.device) -> nn.Module:

@@ -244,7 +244,7 @@ def test_out_of_memory_is_recorded_and_less_is_tried(tmp_path: Path) -> None:
 
 
 def test_the_budget_is_kept(tmp_path: Path) -> None:
-    """Every command takes as long as it may: none begins after the end, and all are accounted for."""
+    """Every command takes as long as it may: none begins after the end, all are recorded."""
     forever = gpu_check.Ended(None, "", math.inf)
     fake = Fake({kind: iter([forever] * 99) for kind in ("bench", "verify")})
     job = make_check(tmp_path, fake)
