@@ -92,6 +92,7 @@ class Check:
     run: Callable[[Sequence[str], float], Ended] = run
     clock: Callable[[], float] = time.monotonic
     jobs: list[dict[str, Any]] = field(default_factory=list)
+    later: dict[str, list[budget.Attempt]] = field(default_factory=dict)
     folders: dict[tuple[str, str], Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -118,11 +119,15 @@ class Check:
         return self.known["workloads"][name]["model"], size
 
     def _job(self, stage: str, name: str) -> None:
+        if stage == "retain" and not self.later.get(name):
+            return  # `bench` has had room for it
         if self.left <= 0:
             self._skip(stage, name, "no time left", "out of time")
             return
         if stage == "verify":
             self._verify(name)
+        elif stage == "retain":
+            self._attempts("bench", name, self.later.pop(name), self._bytes("bench", name))
         elif stage == "ledger":
             self._ledger(name)
         else:
@@ -140,6 +145,12 @@ class Check:
             self._skip(stage, name, reason, "out of memory")
         if compiled:
             waiting = waiting[:1]
+        later = [a for a in waiting[1:] if "retain" in a.schedules]
+        self._attempts(stage, name, [a for a in waiting if a not in later], size)
+        self.later.setdefault(name, []).extend(later)
+
+    def _attempts(self, stage: str, name: str, waiting: list[budget.Attempt], size: int) -> None:
+        """One after another, and less where memory runs out after all."""
         while waiting:
             attempt = waiting.pop(0)
             job = self._attempt(stage, name, attempt, size)

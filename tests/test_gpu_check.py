@@ -53,7 +53,7 @@ def test_workloads_are_valid(name: str) -> None:
 
 def test_jobs_name_workloads() -> None:
     stages = {job.split()[0] for job in KNOWN["jobs"]}
-    assert stages == {"bench", "verify", "ledger", "compiled"}
+    assert stages == {"bench", "verify", "retain", "ledger", "compiled"}
     assert {job.split()[1] for job in KNOWN["jobs"]} == set(WORKLOADS)
     assert len(set(KNOWN["jobs"])) == len(KNOWN["jobs"])
 
@@ -94,7 +94,7 @@ def test_shapes(name: str) -> None:
     size = make_models.num_bytes(name)
     # SD3's table of positions is a buffer of 0.23e9 beside its parameters
     assert size == pytest.approx(2 * published, rel=0.12)
-    assert make_models.num_bytes(name, "short") < 0.15 * size
+    assert make_models.num_bytes(name, "short") < 0.2 * size
 
 
 def test_update_tflop() -> None:
@@ -237,7 +237,8 @@ def test_out_of_memory_is_recorded_and_less_is_tried(tmp_path: Path) -> None:
     assert [b["schedule"] for b in result["broken"]] == ["retain"]  # 0.8 of its limit
     assert not result["failed"]
     gpu_report.write(result, tmp_path / "out")
-    rows = list(csv.DictReader((tmp_path / "out" / "speed.csv").open(encoding="utf-8")))
+    with (tmp_path / "out" / "speed.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
     assert [r["schedule"] for r in rows] == [*gpu_budget.LEAN, "native", "retain", "reweight"]
     assert "broke a bound" in (tmp_path / "out" / "summary.md").read_text(encoding="utf-8")
     assert (tmp_path / "out" / "gpu_check.svg").read_text(encoding="utf-8").startswith("<?xml")
@@ -250,10 +251,27 @@ def test_the_budget_is_kept(tmp_path: Path) -> None:
     job = make_check(tmp_path, fake)
     job.all(KNOWN["jobs"])
     assert fake.now <= 8 * 60
-    assert {f"{j['stage']} {j['workload']}" for j in job.jobs} == set(KNOWN["jobs"])
+    wanted = {j for j in KNOWN["jobs"] if not j.startswith("retain ")}
+    assert {f"{j['stage']} {j['workload']}" for j in job.jobs} >= wanted
     assert {j["status"] for j in job.jobs} == {"out of time"}
     assert not job.as_dict()["failed"]
     assert not [p for p in tmp_path.iterdir() if p.is_dir()]  # no weights are left behind
+
+
+def test_retain_waits_for_the_others(tmp_path: Path) -> None:
+    """On 80 GB it needs checkpointing, so that it comes last; elsewhere not."""
+    jobs = ["bench sd35-medium-full", "bench wan21-1.3b-full", "retain sd35-medium-full"]
+    job = make_check(tmp_path, Fake({}))
+    job.all(jobs)
+    found = [(j["workload"], "retain" in j["schedules"], j["checkpointing"]) for j in job.jobs]
+    assert found == [
+        ("sd35-medium-full", False, False),
+        ("wan21-1.3b-full", False, False),
+        ("sd35-medium-full", True, True),
+    ]
+    job = make_check(tmp_path, Fake({}), free=500 * GIB)
+    job.all(jobs)
+    assert len(job.jobs) == 2 and all("retain" in j["schedules"] for j in job.jobs)
 
 
 def test_models_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
@@ -277,8 +295,8 @@ def test_benchmarks_take_less_than_eight_minutes(tflops: float, name: str) -> No
         if workload["model"] not in drawn:
             drawn.add(workload["model"])
             total += gpu_budget.START + size / gpu_budget.WRITTEN
-        for attempt in gpu_budget.attempts(workload, gpu_budget.ALL, free=79 * GIB, size=size):
-            total += gpu_budget.seconds(workload, attempt, 1, tflops=tflops, size=size)
+        attempt, *_ = gpu_budget.attempts(workload, gpu_budget.ALL, free=79 * GIB, size=size)
+        total += gpu_budget.seconds(workload, attempt, 1, tflops=tflops, size=size)
     assert total < 480, name
 
 
