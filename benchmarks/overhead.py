@@ -272,6 +272,9 @@ def _ledger_pieces(policy: Policy) -> list[Piece]:
     gradients, ledger = Local(policy.guard), Ledger(policy.parameters)
     gradient: list[Tensor | None] = [torch.full_like(p, 1e-3) for p in policy.parameters]
     ledger.hold("a", gradient)
+    ledger.hold("first", [torch.zeros_like(p) for p in policy.parameters])
+    ledger.fold("first", 1.0)
+    ledger.settle()  # the sum has its memory now
 
     def accumulate() -> None:
         gradients.put(ledger.reopen("a"))
