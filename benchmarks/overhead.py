@@ -18,7 +18,6 @@ import argparse
 import copy
 import functools
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -41,6 +40,7 @@ from leangrpo.gradients import Local
 from leangrpo.hook import DenoiserHook
 from leangrpo.ledger import Ledger
 from leangrpo.loading import load_pipeline
+from leangrpo.machine import machine
 from leangrpo.noise import normal
 from leangrpo.policy import Policy, Sampling
 from leangrpo.tape import Tape
@@ -327,29 +327,6 @@ def _seconds(run: Callable[[], object], repeats: int, least_s: float) -> float:
     while timer.timeit(number) < least_s:
         number *= 2
     return statistics.median(timer.repeat(repeats, number)) / number
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were taken on and with."""
-    import diffusers
-
-    import leangrpo
-
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        text = info.read_text(encoding="utf-8")
-        found = [line.split(":")[1] for line in text.splitlines() if line.startswith("model name")]
-        name = found[0].strip() if found else name
-    return {
-        "processor": name,
-        "cores": len(found) if info.exists() and found else 1,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "leangrpo": leangrpo.__version__,
-    }
 
 
 def bench_model(folder: Path) -> Path:

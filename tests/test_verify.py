@@ -1,4 +1,4 @@
-"""`verify`: right schedules pass on several models and dtypes, wrong ones are told what is wrong."""
+"""`verify`: right schedules pass on several models and dtypes, wrong ones are told why."""
 
 from __future__ import annotations
 

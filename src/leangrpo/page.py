@@ -428,9 +428,9 @@ def _exactness(run: Run) -> str:
         found = json.loads((run.folder / VERIFIED).read_text(encoding="utf-8"))
         rows = [row for row in found["rows"] if row["quantity"] == "gradient"]
         body = "".join(
-            f"<tr><td>{escape(str(row['schedule']))}</td>"
-            f"<td>{row['protocol'].replace('_', ' ')}</td><td class=num>{row['cosine']:.6f}</td>"
-            f"<td class=num>{row['rel_l2']:.2e}</td><td>{'yes' if row['bitwise'] else 'no'}</td></tr>"
+            f"<tr><th>{escape(str(row['schedule']))}</th><td>{row['protocol'].replace('_', ' ')}</td>"
+            f"<td>{row['cosine']:.6f}</td><td>{row['rel_l2']:.2e}</td>"
+            f"<td>{'yes' if row['bitwise'] else 'no'}</td></tr>"
             for row in rows
         )
     except (OSError, ValueError, KeyError, TypeError):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -17,13 +16,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
-
-from . import figures
+from . import figures, race
 from .config import Config, load_config
 from .costs import Option
 from .errors import LeanError, problem
-from .launch import cores
+from .machine import machine
 
 RESULTS = "results.json"
 
@@ -327,25 +324,6 @@ def _measure(point: Point, pipeline: str, rounds: int) -> dict[str, Any]:
         return _read(file)
 
 
-def machine() -> dict[str, Any]:
-    """What ratios depend on: the processor, how much of it there is, and torch."""
-    return {
-        "cpu": _cpu(),
-        "cores": cores(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _cpu() -> str:
-    """The processor's name where Linux tells it, else its architecture."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -397,6 +375,14 @@ FIGURES = (
         lambda s: {"rows": s.rows(breakdown_points())},
         figures.draw_breakdown,
         figures.tell_breakdown,
+    ),
+    Figure(
+        "figure5",
+        "Reward against updates and against time, and the time to a target",
+        12.0,
+        lambda s: race.race(say=s.say),
+        race.draw,
+        race.verdict,
     ),
     Figure(
         "figure6",
@@ -478,7 +464,7 @@ def page(results: dict[str, Any], images: str = "") -> str:
     """All figures that were made, with their ratios, as Markdown; `images` leads to the folder."""
     m = results["machine"]
     text = [
-        f"Measured on {m['cpu']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}; "
+        f"Measured on {m['processor']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}; "
         f"medians of {m['rounds']} rounds, the schedules in turn.",
     ]
     for figure in FIGURES:

@@ -33,9 +33,10 @@ SETTINGS = (
 """Every step that can be trained is, with few pictures a forward: what a large model's memory
 leaves room for, and where a forward more or less can be seen in the time of a whole update."""
 TARGET = 0.4
-"""What the held-out log-probability of the text, per character, is to gain. Where a run begins
-depends on the seed's noise: -3.16 with seed 0, -3.44 with seed 1. Found by trying these two: they
-gain it within some eight updates, and seed 1 no more than 0.5 in sixteen."""
+"""What the held-out log-probability of the text, per character, is to gain; where a run begins
+depends on the seed's noise. Found by trying the seeds 0 to 2, which gain it within 18 updates, and
+therefore measured with others."""
+SEEDS = (3, 4, 5)
 HELD_OUT = 48
 """Held-out prompts that are scored, spread over the whole list, which may be sorted."""
 SCHEDULES = ("native", "reweight")
@@ -48,7 +49,7 @@ def race(
     config: Config | None = None,
     *,
     schedules: Sequence[str] = SCHEDULES,
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Sequence[int] = SEEDS,
     target: float = TARGET,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:

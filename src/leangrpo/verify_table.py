@@ -27,8 +27,8 @@ def show(result: dict[str, Any], console: Console | None = None) -> None:
         title = f"Gradients against plain autograd in {result['oracle']}, fixed trajectory"
         console.print(f"\n{title}", highlight=False)
         console.print(_oracle(result))
-    for one in result["refused"]:
-        console.print(f"left out: {one['schedule']}: {one['reason']}", markup=False)
+    for left_out in result["refused"]:
+        console.print(f"left out: {left_out['schedule']}: {left_out['reason']}", markup=False)
     for note in result["notes"]:
         console.print(f"note: {note}", markup=False)
     told: set[tuple[str, str]] = set()
@@ -125,8 +125,8 @@ def _verdict(result: dict[str, Any]) -> str:
         if result.get("oracle")
         else "the others without a bound, as there is no oracle"
     )
-    names = ", ".join(name for name in every if name != "native")
-    return f"exact: {names} (retain bitwise, {others}; more only where native itself varies)"
+    exact = ", ".join(name for name in every if name != "native")
+    return f"exact: {exact} (retain bitwise, {others}; more only where native itself varies)"
 
 
 def _cosine(value: float) -> str:
