@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all conformance lint format clean
+.PHONY: help demo test test-all conformance guard lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test-all: lint ## the same with the long campaigns
 
 conformance: $(STAMP) ## every algorithm on every kind of model, as a table (ARGS="--models sd3" are passed on)
 	$(TEST_ENV) $(BIN)/python tests/conformance.py $(ARGS)
+
+guard: $(STAMP) ## what got slower or heavier than recorded (ARGS="--record" records)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/guard.py $(ARGS)
 
 lint: $(STAMP) ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check

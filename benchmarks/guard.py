@@ -7,8 +7,8 @@ Ratios are recorded, no seconds, with the machine they were taken on. A timed ra
 has moved further than chance does. Chance is known from the recorded runs: with s the relative
 standard deviation of a kind of figure, pooled over all figures of the kind, and R runs, a fresh one
 differs from the mean of R by s·√(1 + 1/R), and the tolerance is three times that. Counts and bytes
-are exact: one more is heavier. Only the peak of memory has a percent, as the scratch space of matrix
-kernels differs between processors. On another processor timed ratios are shown and not judged.
+are exact: one more is heavier. Only the peak of memory has a percent, as the scratch space of
+matrix kernels differs between processors. On another processor timed ratios are shown and not judged.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WORSE = ("slower", "heavier", "missing")
 
 
 class Finding(NamedTuple):
-    """A figure beside the recorded one; `change` is relative, None where one of them is not there."""
+    """A figure beside the recorded one; `change` is relative, None where one of them is missing."""
 
     name: str
     kind: str

@@ -1,9 +1,9 @@
 """What the guard against regressions measures: ratios and exact counts, by readable names.
 
 Three parts. `timed` runs `leangrpo bench` on the pipeline inside the package, with all weights one
-sample at a time and with LoRA eight at a time (whose gradients reweight tells apart). `counted` runs
-one update of each schedule, and one on two ranks, and counts. `overhead` is the benchmark of that
-name. Everything has one thread, nothing is downloaded.
+sample at a time and with LoRA eight at a time (whose gradients reweight tells apart). `counted`
+runs one update of each schedule, and one on two ranks, and counts. `overhead` is the benchmark of
+that name. Everything has one thread, nothing is downloaded.
 """
 
 from __future__ import annotations

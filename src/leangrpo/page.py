@@ -428,7 +428,8 @@ def _exactness(run: Run) -> str:
         found = json.loads((run.folder / VERIFIED).read_text(encoding="utf-8"))
         rows = [row for row in found["rows"] if row["quantity"] == "gradient"]
         body = "".join(
-            f"<tr><th>{escape(str(row['schedule']))}</th><td>{row['protocol'].replace('_', ' ')}</td>"
+            f"<tr><th>{escape(str(row['schedule']))}</th>"
+            f"<td>{escape(str(row['protocol']).replace('_', ' '))}</td>"
             f"<td>{row['cosine']:.6f}</td><td>{row['rel_l2']:.2e}</td>"
             f"<td>{'yes' if row['bitwise'] else 'no'}</td></tr>"
             for row in rows

@@ -464,8 +464,8 @@ def page(results: dict[str, Any], images: str = "") -> str:
     """All figures that were made, with their ratios, as Markdown; `images` leads to the folder."""
     m = results["machine"]
     text = [
-        f"Measured on {m['processor']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}; "
-        f"medians of {m['rounds']} rounds, the schedules in turn.",
+        f"Measured on {m['processor']}, {m['cores']} cores, {m['threads']} threads, "
+        f"torch {m['torch']}; medians of {m['rounds']} rounds, the schedules in turn.",
     ]
     for figure in FIGURES:
         one = results["figures"].get(figure.name)
