@@ -8,7 +8,7 @@ has moved further than chance does. Chance is known from the recorded runs: with
 standard deviation of a kind of figure, pooled over all figures of the kind, and R runs, a fresh one
 differs from the mean of R by s·√(1 + 1/R), and the tolerance is three times that. Counts and bytes
 are exact: one more is heavier. Only the peak of memory has a percent, as the scratch space of
-matrix kernels differs between processors. On another processor timed ratios are shown and not judged.
+matrix kernels differs between processors. On another processor timed ratios are shown, not judged.
 """
 
 from __future__ import annotations
