@@ -19,7 +19,6 @@ import copy
 import functools
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from leangrpo.bench_model import make_bench_model
 from leangrpo.compiling import detached
 from leangrpo.components import denoisers
 from leangrpo.console import for_tables
@@ -45,7 +45,6 @@ from leangrpo.noise import normal
 from leangrpo.policy import Policy, Sampling
 from leangrpo.tape import Tape
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 CALL = {"height": 64, "width": 64, "max_sequence_length": 16}
 """How the model of make_bench_model.py is called."""
 
@@ -331,10 +330,7 @@ def _seconds(run: Callable[[], object], repeats: int, least_s: float) -> float:
 
 def bench_model(folder: Path) -> Path:
     """Write the model of scripts/make_bench_model.py."""
-    sys.path.insert(0, str(SCRIPTS))
-    import make_bench_model
-
-    make_bench_model.main(folder)
+    make_bench_model(folder)
     return folder
 
 

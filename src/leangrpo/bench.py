@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from .aside import set_up_aside
+from .bench_memory import sample_group
 from .bench_table import print_counts, print_times
 from .checks import check_capture
 from .collectives import Collectives
@@ -21,12 +21,11 @@ from .errors import problem
 from .gradients import Gradients
 from .layout import Layout, Slot, classic_layout, shared_layout
 from .memory import peak_memory
-from .parallel import World, join, make_gradients, world_size
+from .parallel import World, join, world_size
 from .policy import Policy
-from .report import Onlooker, RunRecord
 from .schedules import Schedule
 from .selection import Selection, select
-from .setup import Setup, make_layout, make_policy, make_schedule, pick_device, set_up
+from .setup import Setup, gradients_of, make_layout, make_policy, make_schedule, pick_device
 from .stopwatch import Stopwatch
 from .train import one_update
 
@@ -121,17 +120,7 @@ class Bench:
             transition.weight = 0.0 if slot.idle else 1.0
             schedule.transition(transition)
 
-        with schedule.sampling():
-            self.policy.sample(
-                ["a test"] * len(keys),
-                keys,
-                selected=self.steps.selected,
-                noisy=self.steps.stochastic,
-                grad=schedule.needs_graph,
-                capture=schedule.capture,
-                decode=False,
-                on_transition=take,
-            )
+        sample_group(self.policy, schedule, self.steps, keys, take)
 
 
 @dataclass
@@ -325,14 +314,8 @@ def _job(config: Config, configs: Mapping[str, Config], *, reward: bool) -> Iter
     if not reward:
         yield _bench(config)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        run = config.run.model_copy(update={"dir": str(Path(folder) / "run")})
-        one = next(iter(configs.values()))
-        s = set_up(one.model_copy(update={"run": run}), quiet=True)
-        if isinstance(s.record, RunRecord):
-            s.record.close()
-    with s.scorer, s.judge:
-        yield Training(replace(s, record=Onlooker(Path(folder))))
+    with set_up_aside(next(iter(configs.values()))) as s:
+        yield Training(s)
 
 
 def _bench(config: Config) -> Bench:
@@ -350,14 +333,7 @@ def _bench(config: Config) -> Bench:
 
 
 def _make(config: Config, job: Job) -> Variant:
-    p = config.parallel
-    gradients = make_gradients(
-        job.policy.guard,
-        job.policy.denoisers,
-        job.world,
-        sync=p.sync,
-        reduce=getattr(torch, p.reduce_dtype),
-    )
+    gradients = gradients_of(config, job.policy, job.world)
     schedule = make_schedule(config, job.policy, job.watch, gradients)
     return Variant(config, schedule, gradients, job.layout(config))
 

@@ -34,7 +34,7 @@ LARGER = {"small": (6, 6), "middle": (12, 8), "large": (18, 12)}
 """With `--larger`: 31, 118 and 392 million."""
 
 LEAN = ("native", "retain", "reweight")
-ABLATION = ("native:step:classic", "native:step", "native", "retain", "reweight")
+ABLATION = tuple(figures.ABLATION)
 FRACTIONS = (0.2, 0.6, 1.0)
 
 SHAPE = (

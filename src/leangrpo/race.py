@@ -12,14 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from .aside import set_up_aside
 from .config import Config, load_config
 from .errors import problem
 from .evaluation import evaluate
-from .report import RunRecord
-from .setup import Setup, set_up
+from .setup import Setup
 from .train import one_update
 
 RECIPE = "embedded-lora"
@@ -108,19 +107,14 @@ def _check(schedules: Sequence[str], seeds: Sequence[int]) -> None:
 
 @contextmanager
 def _runs(config: Config, schedules: Sequence[str], seed: int) -> Iterator[dict[str, Setup]]:
-    """A run of each schedule, with its own weights, in folders that are thrown away."""
+    """A run of each schedule, with its own weights."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="leangrpo-race-")))
-        runs: dict[str, Setup] = {}
-        for name in schedules:
-            run = config.run.model_copy(update={"dir": str(folder / name)})
-            changed = {"schedule": name, "seed": seed, "run": run}
-            runs[name] = s = set_up(config.model_copy(update=changed), quiet=True)
-            if isinstance(s.record, RunRecord):
-                stack.callback(s.record.close)
-            stack.enter_context(s.scorer)
-            stack.enter_context(s.judge)
-        yield runs
+        yield {
+            name: stack.enter_context(
+                set_up_aside(config.model_copy(update={"schedule": name, "seed": seed}))
+            )
+            for name in schedules
+        }
 
 
 def _in_turn(runs: dict[str, Setup], seed: int) -> Iterator[dict[str, Any]]:

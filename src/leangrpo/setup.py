@@ -152,9 +152,7 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
     policy = make_policy(config, device, watch, world)
     stds = policy.plan().std.tolist()
     select(config.selection, stds, seed=config.seed, update=0)
-    gradients = make_gradients(
-        policy.guard, policy.denoisers, world, sync=p.sync, reduce=getattr(torch, p.reduce_dtype)
-    )
+    gradients = gradients_of(config, policy, world)
     again = config.model_copy(update={"schedule": "native"})
     layout = make_layout(config, world)
     world.open_teams(layout)
@@ -377,6 +375,13 @@ def make_policy(
     if m.compile:
         compile_blocks(policy, graphs_used_twice=config.objective.kl > 0)
     return policy
+
+
+def gradients_of(config: Config, policy: Policy, world: World) -> Gradients:
+    """Where the policy's gradients are found, and how the ranks add them up, as the config says."""
+    p = config.parallel
+    reduce = getattr(torch, p.reduce_dtype)
+    return make_gradients(policy.guard, policy.denoisers, world, sync=p.sync, reduce=reduce)
 
 
 def make_schedule(

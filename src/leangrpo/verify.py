@@ -11,7 +11,6 @@ with itself. (Paper, tables 2 to 4.)
 from __future__ import annotations
 
 import importlib
-import tempfile
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .alignment import QUANTITIES, alignment, judge
+from .aside import set_up_aside
 from .checks import check_capture
 from .config import Config
 from .data import Transition
@@ -30,11 +30,11 @@ from .errors import LeanError, StaleGraphError, problem
 from .gradients import Gradients
 from .memory import is_out_of_memory
 from .oracle import float64_throughout
-from .parallel import local, make_gradients, scatter_like, world_size
+from .parallel import local, scatter_like, world_size
 from .rollout import roll_out
 from .schedules import Schedule
 from .scoreboard import Scoreboard
-from .setup import Setup, make_schedule, set_up
+from .setup import Setup, gradients_of, make_schedule
 from .train import step
 from .witness import Witness
 
@@ -124,17 +124,11 @@ def verify(
     """
     wanted = [n for n in names or default_schedules(world_size()) if n != "native"]
     variants = {name: _varied(config, name) for name in wanted}
-    base = _varied(config, "native")
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="leangrpo-verify-"))
-        run = base.run.model_copy(update={"dir": f"{folder}/run"})
         if config.model.dtype == "float64":
             stack.enter_context(float64_throughout())
-        s = set_up(base.model_copy(update={"run": run}), quiet=True)
-        stack.callback(lambda: getattr(s.record, "close", lambda: None)())
-        stack.enter_context(s.scorer)
-        stack.enter_context(s.judge)
-        return _Trial(s, config, variants, say, named=bool(names)).run(oracle=oracle)
+        s = stack.enter_context(set_up_aside(_varied(config, "native")))
+        return _Trial(s, variants, say, named=bool(names)).run(oracle=oracle)
 
 
 def _varied(config: Config, name: str) -> Config:
@@ -150,7 +144,7 @@ def _varied(config: Config, name: str) -> Config:
     sync = {} if more in ("", "offload") else {"sync": more}
     parts = config.rollout.parts
     prompts = config.rollout.prompts // parts
-    varied = config.model_copy(
+    return config.model_copy(
         update={
             "schedule": schedule,
             "parallel": config.parallel.model_copy(update=sync),
@@ -160,7 +154,6 @@ def _varied(config: Config, name: str) -> Config:
             ),
         }
     )
-    return varied
 
 
 def _factory(name: str) -> Callable[..., Schedule]:
@@ -183,13 +176,12 @@ class _Trial:
     def __init__(
         self,
         s: Setup,
-        config: Config,
         variants: Mapping[str, Config],
         say: Callable[[str], None],
         *,
         named: bool,
     ) -> None:
-        self.s, self.config, self.say, self.named = s, config, say, named
+        self.s, self.say, self.named = s, say, named
         self.native = s.schedule
         self.witness: Witness | None = None
         c = s.config
@@ -215,16 +207,10 @@ class _Trial:
                 self._refuse(name, error)
 
     def _make(self, name: str, varied: Config) -> tuple[Schedule, Gradients]:
-        s, p = self.s, varied.parallel
+        s = self.s
         for refusal in check_capture(varied):
             raise refusal
-        gradients = make_gradients(
-            s.policy.guard,
-            s.policy.denoisers,
-            s.world,
-            sync=p.sync,
-            reduce=getattr(torch, p.reduce_dtype),
-        )
+        gradients = gradients_of(varied, s.policy, s.world)
         if name.partition(":")[0] == varied.schedule:
             return make_schedule(varied, s.policy, s.watch, gradients), gradients
         kl = varied.objective.kl
