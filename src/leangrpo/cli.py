@@ -17,6 +17,7 @@ import typer
 
 from . import __version__
 from .cli_audit import audit_app
+from .cli_manifest import manifest
 from .cli_measure import app as measuring
 from .cli_options import (
     AtUpdate,
@@ -214,6 +215,7 @@ def export(
 
 app.add_typer(measuring)
 app.add_typer(audit_app, name="audit")
+audit_app.command()(manifest)
 
 
 @app.command("serve-reward")
