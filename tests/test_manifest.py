@@ -22,11 +22,20 @@ ROOT = Path(__file__).resolve().parents[1]
 Tree = dict[str, Any]
 
 # Twelve lines: the rollout is on 2-4, the update on 7-9.
-CODE = "\n".join(
-    ["import model", "def sample(x):", "    with no_grad():", "        return step(model(x))", ""]
-    + ["# training", "def update(x):", "    loss = log_prob(model(x))", "    loss.backward()"]
-    + ["", "", "main()", ""]
-)
+CODE = """\
+import model
+def sample(x):
+    with no_grad():
+        return step(model(x))
+
+# training
+def update(x):
+    loss = log_prob(model(x))
+    loss.backward()
+
+
+main()
+"""
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ def plain_folder(checkout: Path, tree: Tree) -> None:
 
 
 @pytest.mark.parametrize(
-    "breaks, kind, said",
+    ("breaks", "kind", "said"),
     [
         (beyond_the_end, "wrong line range", "train/loop.py lines 7-13: the file has 12 lines"),
         (shifted, "wrong line range", "lines 7-9: 'log_prob(' is not there, it is on line 11"),
@@ -184,7 +193,7 @@ PLACE = {"path": "a.py", "lines": [1, 2], "anchor": "f"}
 
 
 @pytest.mark.parametrize(
-    "rows, said",
+    ("rows", "said"),
     [
         ([row(), row(method="EXAMPLE")], "`Example` has 2 rows"),
         ([row(commit="abc1234")], "Example: `commit` is 'abc1234': must be all 40"),
@@ -265,7 +274,7 @@ def test_links_are_permanent() -> None:
     assert address.endswith("#L487-L577")
     for row in rows:
         assert all(link(row, place) in page for _, place in row.places())
-        assert row.read or UNREAD == row.notes
+        assert row.read or row.notes == UNREAD
 
 
 def test_cells_keep_their_columns(tmp_path: Path) -> None:

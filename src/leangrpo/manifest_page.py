@@ -8,20 +8,25 @@ from urllib.parse import quote
 
 from .manifest import PLACES, UNREAD, WITHOUT, Place, Row, Verdict, counts
 
+BAR = r"\|"  # a bar inside a cell
+
 HEAD = """\
 # Public implementations
 
-Written by `leangrpo audit manifest --render`; do not edit it by hand. Which class a method is in is
-the finding of LeanGRPO, arXiv [2609.03528](https://arxiv.org/abs/2609.03528), appendix G, of 24 August
-2026. Where a row has links, both ends were read for this project at the commit linked: `rollout`
-is where transitions are sampled, `update` where the trained network is evaluated with gradients,
-`backend` where network and optimizer are prepared for both. A link with a name in place of lines leads
-to a file that was read without counting its lines. Rows without links say so.
+Written by `leangrpo audit manifest --render`; do not edit it by hand. Which class a method is in
+is the finding of LeanGRPO, arXiv [2609.03528](https://arxiv.org/abs/2609.03528), appendix G, of
+24 August 2026. Where a row has links, both ends were read for this project: `rollout` is where
+transitions are sampled, `update` where the trained network is evaluated with gradients, `backend`
+where network and optimizer are prepared for both. A link with a name in place of lines leads to a
+file that was read without counting its lines; the name is found in it. Lines were counted in the
+text, not in a checkout, so that a first `--check` may find some off. Rows without links say so.
 
 Recomputing is redundant only for the first optimizer step after a rollout: later steps train other
-weights, and need the current ones' log-probability. Notes say where a repository takes several.
+weights, and need the current ones' log-probability. Notes say where a repository takes several,
+and where what was read does not look like its class.
 
-To correct a row, edit `src/leangrpo/audit_manifest.yaml`, clone the repository at the row's commit and run
+To correct a row, edit `src/leangrpo/audit_manifest.yaml`, clone the repository at the row's commit
+and run
 
 ```bash
 leangrpo audit manifest --check checkouts
@@ -29,7 +34,8 @@ leangrpo audit manifest --render --out docs/manifest.md
 ```
 
 The first compares every path, line range and anchor (a name that must stand within the lines) with
-`checkouts/OWNER/NAME`, `checkouts/OWNER__NAME` or `checkouts/NAME`, and ends with 1 if one is wrong.
+`checkouts/OWNER/NAME`, `checkouts/OWNER__NAME` or `checkouts/NAME`. It ends with 1 if one is wrong,
+and with 2 if there is no checkout at all.
 """
 
 
@@ -83,7 +89,7 @@ def _section(verdict: str, rows: Sequence[Row]) -> Iterator[str]:
         recorded = dict(row.places())
         cells += [_place(row, recorded[name]) if name in recorded else "" for name in PLACES]
         cells.append(row.notes if row.read else UNREAD)
-        yield f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
+        yield f"| {' | '.join(' '.join(cell.split()).replace('|', BAR) for cell in cells)} |"
 
 
 def _repository(row: Row) -> str:
