@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
+from .cli_audit import audit_app
+from .cli_manifest import manifest
 from .cli_measure import app as measuring
 from .cli_options import (
     AtUpdate,
@@ -212,6 +214,8 @@ def export(
 
 
 app.add_typer(measuring)
+app.add_typer(audit_app, name="audit")
+audit_app.command()(manifest)
 
 
 @app.command("serve-reward")
