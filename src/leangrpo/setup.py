@@ -20,6 +20,7 @@ from .components import denoisers
 from .config import Config, config_hash, differences, load_config, to_yaml
 from .credit import Credit, step_weights
 from .crew import Crew
+from .data import SampleKey
 from .datasets import Example, digest, read_examples
 from .ema import Ema
 from .errors import LeanError, problem
@@ -50,7 +51,8 @@ class Setup:
     training's and those held out. `weights` `(T,)` multiply the steps' losses,
     `credit` gives advantages, `critic` a learned baseline. `start` counts updates already done.
     `whole` is false from an optimizer step until its update has been counted: the weights are then
-    no update's. `order` watches the collectives, if they are to be compared. `choice` is what
+    no update's. `left_out` are this update's trajectories that are not finite (see `exclusion`).
+    `order` watches the collectives, if they are to be compared. `choice` is what
     `schedule: auto` decided, where it did."""
 
     config: Config
@@ -78,6 +80,7 @@ class Setup:
     order: Collectives | None
     choice: Choice | None = None
     whole: bool = field(default=True, init=False)
+    left_out: frozenset[SampleKey] = field(default=frozenset(), init=False)
 
     def select(self, update: int, prompt: int = 0, generation: int = 0) -> Selection:
         """The steps of a generation of a prompt of an update."""
