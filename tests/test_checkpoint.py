@@ -112,11 +112,19 @@ def damage_state(folder: Path) -> None:
     (folder / "state.json").write_text('{"update": ')
 
 
+def damage_number(folder: Path) -> None:
+    """JSON all the same, and another update."""
+    text = (folder / "state.json").read_text()
+    (folder / "state.json").write_text(text.replace('"update": 2', '"update": 3'))
+
+
 def damage_missing(folder: Path) -> None:
     (next((folder / "state").glob("*.safetensors"))).unlink()
 
 
-@pytest.mark.parametrize("damage", [damage_bytes, damage_length, damage_state, damage_missing])
+@pytest.mark.parametrize(
+    "damage", [damage_bytes, damage_length, damage_state, damage_number, damage_missing]
+)
 def test_a_damaged_checkpoint_is_passed_over(damage, tmp_path) -> None:
     policy, optimizer = make("sd3", "full")
     for update in (1, 2):
@@ -145,7 +153,7 @@ def test_a_format_of_the_future_is_named(tmp_path) -> None:
     folder = checkpoint.Checkpoints(tmp_path, 1).save(policy, optimizer, {"update": 1})
     state: dict[str, Any] = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "format": 99}))
-    with pytest.raises(LeanError, match="has format 99; this version reads up to 3"):
+    with pytest.raises(LeanError, match="has format 99; this version reads up to 4"):
         checkpoint.open_checkpoint(folder)
 
 

@@ -45,6 +45,9 @@ EMBEDDED_PIPELINES = {"embedded": EMBEDDED / "pipeline", "embedded-ddim": EMBEDD
 OF_A_RULE = {"steps": None, "size": None, "range": None}
 
 
+MOST, MOST_NODES, DEEPEST = 1 << 20, 100_000, 40
+"""Characters, entries and levels of settings: far more than any."""
+
 OF_A_RECIPE = ("extends", "algorithm")
 """What `cookbook` reads in a recipe; no settings."""
 
@@ -173,9 +176,23 @@ def read_text(setting: str, path: Path) -> str:
 
 
 def _parse_yaml(text: str, where: str) -> Any:
-    """YAML's value; a mistake is named with its line."""
+    """YAML's value; a mistake is named with its line.
+
+    What is too long, too deep or, written out without its aliases, too large is refused before
+    anything is made of it.
+    """
     try:
-        return yaml.load(text, Loader=_Loader)
+        if len(text) > MOST:
+            raise yaml.YAMLError(f"it is longer than {MOST} characters")
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _measure(node, {})
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -183,6 +200,24 @@ def _parse_yaml(text: str, where: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError, AttributeError, TypeError) as error:
         line = " ".join(str(error).split())
         raise LeanError(f"{where} is not valid YAML: {line or type(error).__name__}.") from None
+
+
+def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """How many nodes there are with every alias written out, and how deep they go."""
+    if id(node) not in sizes:
+        sizes[id(node)] = MOST, MOST  # inside itself
+        below: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            below = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            below = node.value
+        found = [_measure(part, sizes) for part in below]
+        num, depth = 1 + sum(n for n, _ in found), 1 + max((d for _, d in found), default=0)
+        if num >= MOST_NODES or depth > DEEPEST:
+            what = f"{MOST_NODES} entries" if num >= MOST_NODES else f"{DEEPEST} levels"
+            raise yaml.YAMLError(f"it has more than {what}, or aliases inside themselves")
+        sizes[id(node)] = num, depth
+    return sizes[id(node)]
 
 
 def _merge(base: dict[Any, Any], over: dict[Any, Any]) -> dict[Any, Any]:

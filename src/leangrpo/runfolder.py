@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -31,10 +32,17 @@ class Run:
 
 
 def run_folder(config: Config) -> Path:
-    """The run's folder; without `run.dir`, `runs/<recipe>-<date-time>`."""
+    """The run's folder; without `run.dir`, `runs/<recipe>-<date-time>`, a new one.
+
+    A recipe's name that holds a path leads nowhere else; a clock set back, to no older run.
+    """
     if config.run.dir:
         return Path(config.run.dir).expanduser()
-    return Path("runs") / f"{config.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = re.sub(r"[^\w.+-]+", "-", config.recipe).strip(".-")[:80] or "run"
+    name = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = (name, *(f"{name}-{n}" for n in range(2, 100)))
+    free = (n for n in names if not (Path("runs") / n).exists())
+    return Path("runs") / next(free, name)
 
 
 def lock(folder: Path) -> Any:
