@@ -193,6 +193,7 @@ class Campaign:
             row = Row("disk full (a tmpfs of 2 MiB)")
             for i in range(4):
                 run = self.fresh(f"disk-{i}")
+                (disk / f"run-{i}").mkdir()
                 run.symlink_to(disk / f"run-{i}")
                 filler = disk / "filler"
                 self.factory.whole(f"disk-{i}", "updates=2")

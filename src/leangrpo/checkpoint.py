@@ -24,6 +24,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -53,6 +54,7 @@ from .sound import (
 __all__ = [
     "EXTRA",
     "FORMAT",
+    "REFUSALS",
     "Checkpoint",
     "Checkpoints",
     "folders",
@@ -183,9 +185,19 @@ class Checkpoints:
     def _refused(self, partial: Path, folder: Path, error: BaseException) -> LeanError:
         shutil.rmtree(partial, ignore_errors=True)
         return LeanError(
-            f"Checkpoint {folder} could not be written ({error}). The run goes on from the newest "
+            f"Checkpoint {folder} could not be written ({_reason(error)}). The run goes on from the newest "
             "complete checkpoint with --resume; free some space or choose another run.dir."
         )
+
+
+def _reason(error: BaseException) -> str:
+    """In one line; torch's own has the traceback of every rank."""
+    if isinstance(error, CheckpointException):
+        some = dict(error.failures)
+        rank = min(some, default=None)
+        if rank is not None:
+            return f"rank {rank}: {' '.join(str(some[rank][0]).split())}"
+    return " ".join(str(error).split())
 
 
 def restore(

@@ -103,7 +103,7 @@ def readable(folder: Path) -> Iterator[None]:
     except (*REFUSALS, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        said = " ".join(str(error).split())[:200]
+        said = " ".join(str(error).split()[-40:])
         raise LeanError(
             f"{folder} cannot be read, or is of another model ({type(error).__name__}: {said}). "
             "Move it away to go on from the one before."
