@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -224,7 +225,13 @@ def work(
             traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
+    for drain in DRAINS:
+        os.closerange(1, 3)
+        drain.wait()
     os._exit(code)
+
+
+DRAINS: list[subprocess.Popen[bytes]] = []
 
 
 def slow_writes(argument: str) -> None:
@@ -242,6 +249,14 @@ def slow_writes(argument: str) -> None:
 
 def small_files(argument: str) -> None:
     """Let no file grow beyond so many bytes, as on a disk that is full."""
+    out = os.dup(1)
+    pipe = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=out)  # what is said has room
+    assert pipe.stdin is not None
+    os.dup2(pipe.stdin.fileno(), 1)
+    os.dup2(pipe.stdin.fileno(), 2)
+    pipe.stdin.close()
+    os.close(out)
+    DRAINS.append(pipe)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(argument), resource.RLIM_INFINITY))
 

@@ -348,7 +348,6 @@ def checkpoints(num: int, seed_: int, root: Path) -> Tally:
     from leangrpo.checkpoint import restore
     from leangrpo.config import load_config
     from leangrpo.ema import Ema
-    from leangrpo.page import write_page
     from leangrpo.report import RunRecord, read_run
     from leangrpo.resume import find_checkpoint
     from leangrpo.setup import make_policy
@@ -389,8 +388,8 @@ def checkpoints(num: int, seed_: int, root: Path) -> Tally:
                 assert all(isinstance(name, str) for name in found.extra)
             read_run(mutant)
             record = RunRecord.resume(mutant, 1, "updates: 2", quiet=True)
+            record._page()
             record.close()
-            write_page(mutant)
 
         tally.run(f"{number}: {what}", case)
     return tally
@@ -585,7 +584,10 @@ def answers(num: int, seed_: int, root: Path) -> Tally:
 
 def requests(num: int, seed_: int, root: Path) -> Tally:
     """What anybody may send to a reward's server: it answers, or hangs up, and is there after."""
+    import torch
+
     from leangrpo.serve import RewardServer
+    from leangrpo.wire import encode
 
     tally, rng = Tally("requests to a reward's server"), random.Random(seed_)
     server = RewardServer("jpeg_compressibility", port=0, max_body=1 << 20)
@@ -593,8 +595,7 @@ def requests(num: int, seed_: int, root: Path) -> Tally:
     server.handle_error = lambda *_: broken.append(traceback.format_exc())  # type: ignore[method-assign]
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
-    png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-    good = {"images": [png], "prompts": ["a"], "metadata": [{}]}
+    good = json.loads(encode(torch.zeros(1, 3, 4, 4), ["a"], [{}]))
 
     def one(value: Any) -> None:
         change, data = value

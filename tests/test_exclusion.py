@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -119,9 +120,20 @@ def oracle(settings: Callable[..., Config], tmp_path_factory: pytest.TempPathFac
     return plain_oracle(settings(tmp_path_factory.mktemp("oracle") / "run"), BAD)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+FAST = {
+    *((schedule, "latents", 3) for schedule in SCHEDULES),
+    ("reweight", "gradient", 3),
+    ("retain", "gradient", 1),
+    ("native", "log_prob", 1),
+    ("streaming", "images", 3),
+}
+CASES = [
+    pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
+    for case in itertools.product(SCHEDULES, KINDS, (1, 3))
+]
+
+
+@pytest.mark.parametrize(("schedule", "kind", "micro_batch"), CASES)
 def test_the_gradient_is_that_of_the_others(
     schedule: str,
     kind: str,
@@ -156,28 +168,41 @@ def test_without_protection_the_gradient_is_lost(
         s.record.close()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["advantage.std=global"],
-        ["advantage.baseline=global"],
-        ["rollout={prompts: 2, generations: 3, parts: 2}"],
-        ["objective.kl=0.01"],
-    ],
-    ids=["std", "baseline", "parts", "kl"],
-)
+CREDIT = {
+    "std": ["advantage.std=global"],
+    "baseline": ["advantage.baseline=global"],
+    "parts": ["rollout={prompts: 2, generations: 3, parts: 2}"],
+    "kl": ["objective.kl=0.01"],
+}
+OTHERS = [
+    pytest.param(
+        schedule,
+        name,
+        marks=[]
+        if (schedule, name) in {("streaming", "std"), ("retain", "kl")}
+        else pytest.mark.slow,
+    )
+    for schedule, name in itertools.product(SCHEDULES, CREDIT)
+]
+
+
+@pytest.mark.parametrize(("schedule", "credit"), OTHERS)
 def test_a_whole_forward_and_other_credit(
-    schedule: str, more: list[str], settings: Callable[..., Config], tmp_path: Path
+    schedule: str, credit: str, settings: Callable[..., Config], tmp_path: Path
 ) -> None:
     """All of a forward gone, one of another: schedules agree with native on what is left."""
     found = {}
     for name in ("native", schedule):
-        more = [*more, "rollout.micro_batch=3", "rollout.generations=6", "advantage.clip=null"]
+        more = [
+            *CREDIT[credit],
+            "rollout.micro_batch=3",
+            "rollout.generations=6",
+            "advantage.clip=null",
+        ]
         s = set_up(settings(tmp_path / name, f"schedule={name}", *more), quiet=True)
         poison(s.policy, [(1, 0), (1, 1), (1, 2), (0, 4)], "latents")
         found[name] = gradient_of(s, lambda s, u: until_finite(one_update, s, u))
-        if schedule == "native":
+        if schedule == "native":  # there is nothing else to compare it with
             break
     (line, gradient), (other, native) = found[schedule], found["native"]
     assert line["excluded"] == other["excluded"] == 4

@@ -185,8 +185,8 @@ class Checkpoints:
     def _refused(self, partial: Path, folder: Path, error: BaseException) -> LeanError:
         shutil.rmtree(partial, ignore_errors=True)
         return LeanError(
-            f"Checkpoint {folder} could not be written ({_reason(error)}). The run goes on from the newest "
-            "complete checkpoint with --resume; free some space or choose another run.dir."
+            f"Checkpoint {folder} could not be written ({_reason(error)}). The run goes on from "
+            "the newest complete one with --resume; free some space or choose another run.dir."
         )
 
 

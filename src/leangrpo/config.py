@@ -141,7 +141,7 @@ def _read_source(source: str | Path) -> tuple[str, list[Layer]]:
 
 
 def _mapping(layer: Layer) -> dict[str, Any]:
-    given = _parse_yaml(layer.text, layer.where)
+    given = parse_yaml(layer.text, layer.where)
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -162,7 +162,11 @@ def read_text(setting: str, path: Path) -> str:
     """A UTF-8 text file, or a LeanError in the words of `setting`."""
     remedy = f"Relative paths start from {Path.cwd()}."
     try:
+        if path.is_char_device() or path.is_block_device():
+            raise problem(setting, str(path), "it is a device, not a text file")
         return path.read_text(encoding="utf-8-sig")
+    except LeanError:
+        raise
     except FileNotFoundError:
         raise problem(setting, str(path), "there is no such file", remedy) from None
     except IsADirectoryError:
@@ -175,8 +179,8 @@ def read_text(setting: str, path: Path) -> str:
         raise problem(setting, str(path), f"it cannot be read: {error}") from None
 
 
-def _parse_yaml(text: str, where: str) -> Any:
-    """YAML's value; a mistake is named with its line.
+def parse_yaml(text: str, where: str) -> Any:
+    """YAML's value; a LeanError names a mistake with its line, and `where` it was found.
 
     What is too long, too deep or, written out without its aliases, too large is refused before
     anything is made of it.
@@ -238,7 +242,7 @@ def _apply(tree: dict[Any, Any], override: str) -> None:
     path = path.strip()
     if not equals or not path:
         raise problem("override", override, "it must be setting=value", "Example: updates=3.")
-    value = _parse_yaml(text, f"the value given for {path}")
+    value = parse_yaml(text, f"the value given for {path}")
     node: Any = tree
     parts = path.split(".")
     for depth, part in enumerate(parts):

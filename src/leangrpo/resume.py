@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from . import checkpoint
-from .config import Config, config_hash, differences, load_config
+from .config import Config, config_hash, differences, load_config, parse_yaml, read_text
 from .errors import LeanError, problem
 from .launch import resume_command
 from .parallel import World
@@ -63,7 +63,7 @@ def find_checkpoint(config: Config, folder: Path) -> checkpoint.Checkpoint | Non
         raise problem("updates", config.updates, rule, "Ask for as many or more.")
     if found and found.state.get("config") != config_hash(config):
         changed = differences(config, load_config(folder / CONFIG))
-        if changed or found.state.get("config") not in hashes_before(folder):
+        if changed or found.state.get("config") not in [*hashes_before(folder)]:
             raise LeanError(
                 f"The run in {folder} was made with other settings "
                 f"({'; '.join(changed[:4]) or 'its config.yaml was changed'}): going on would not "
@@ -101,10 +101,7 @@ def in_its_terms(text: str, folder: Path) -> str:
 
 
 def _stored(folder: Path) -> dict[Any, Any]:
-    try:
-        tree = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
+    tree = parse_yaml(read_text("config", folder / CONFIG), str(folder / CONFIG))
     return tree if isinstance(tree, dict) else {}
 
 

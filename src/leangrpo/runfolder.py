@@ -10,9 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from .config import Config
+from .config import Config, parse_yaml
 from .errors import LeanError, problem
 
 CONFIG, SUMMARY, LOG, PAGE = "config.yaml", "summary.json", "log.txt", "report.html"
@@ -70,12 +68,12 @@ def read_run(folder: str | Path) -> Run:
     """Read a run folder, also one that is being written; raises LeanError when it is none."""
     folder = Path(folder)
     try:
-        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        config = parse_yaml((folder / CONFIG).read_text(encoding="utf-8"), CONFIG)
     except FileNotFoundError as error:
         raise LeanError(
             f"{folder} is not a run: it has no {CONFIG}. Give a folder made by train."
         ) from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise LeanError(f"{folder} is not a run: its {CONFIG} cannot be read.") from error
     if not isinstance(config, dict):
         raise LeanError(f"{folder} is not a run: its {CONFIG} holds no settings.")

@@ -100,7 +100,7 @@ def readable(folder: Path) -> Iterator[None]:
         yield
     except LeanError:
         raise
-    except (*REFUSALS, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (*REFUSALS, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
         said = " ".join(str(error).split()[-40:])

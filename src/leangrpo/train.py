@@ -273,7 +273,7 @@ def _is_due(s: Setup, update: int) -> bool:
     if not s.heldout or not due:
         return False
     lines = read_lines(Path(s.record.folder) / EVALUATIONS) if s.world.is_main else []
-    return bool(s.world.share(all(line["update"] != update for line in lines)))
+    return bool(s.world.share(all(line.get("update") != update for line in lines)))
 
 
 def _evaluate(s: Setup, update: int) -> None:
