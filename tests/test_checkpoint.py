@@ -12,7 +12,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from leangrpo import checkpoint
+from leangrpo import checkpoint, sound
 from leangrpo.data import SampleKey
 from leangrpo.errors import LeanError
 from leangrpo.loading import make_trainable
@@ -118,13 +118,39 @@ def damage_number(folder: Path) -> None:
     (folder / "state.json").write_text(text.replace('"update": 2', '"update": 3'))
 
 
+def damage_format(folder: Path) -> None:
+    """An older format had no checksum of `state.json`."""
+    text = (folder / "state.json").read_text()
+    (folder / "state.json").write_text(text.replace('"format": 4', '"format": 0'))
+
+
+def damage_by_more(folder: Path) -> None:
+    save_file({"ema:x": torch.ones(1)}, folder / "state" / "more.safetensors")
+
+
+def damage_by_a_link(folder: Path) -> None:
+    file = next((folder / "state").glob("*.safetensors"))
+    (folder / "elsewhere").write_bytes(file.read_bytes())
+    file.unlink()
+    file.symlink_to(folder / "elsewhere")
+
+
+DAMAGES = [
+    damage_bytes,
+    damage_length,
+    damage_state,
+    damage_number,
+    damage_format,
+    damage_by_more,
+    damage_by_a_link,
+]
+
+
 def damage_missing(folder: Path) -> None:
     (next((folder / "state").glob("*.safetensors"))).unlink()
 
 
-@pytest.mark.parametrize(
-    "damage", [damage_bytes, damage_length, damage_state, damage_number, damage_missing]
-)
+@pytest.mark.parametrize("damage", [*DAMAGES, damage_missing])
 def test_a_damaged_checkpoint_is_passed_over(damage, tmp_path) -> None:
     policy, optimizer = make("sd3", "full")
     for update in (1, 2):
@@ -213,6 +239,27 @@ def test_what_a_kill_has_left_is_removed(tmp_path) -> None:
     (tmp_path / ".000003.partial" / "state").mkdir(parents=True)
     checkpoint.Checkpoints(tmp_path, 2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signed_lie_is_told_in_words(tmp_path) -> None:
+    """Checksums that fit are no proof: what does not fit the model is refused, not raised."""
+    policy, optimizer = make("sd3", "lora")
+    checkpoint.Checkpoints(tmp_path, 2).save(policy, optimizer, {"update": 1})
+    folder = tmp_path / "000001"
+    shard = next((folder / "state").glob("*.safetensors"))
+    save_file({name: torch.ones(3) for name in load_file(shard)}, shard)
+    state = json.loads((folder / "state.json").read_text())
+    state["files"][f"state/{shard.name}"] = sound.sha256(shard)
+    state["checksum"] = sound.checksum(state)
+    (folder / "state.json").write_text(json.dumps(state))
+    found = checkpoint.open_checkpoint(folder)
+    with pytest.raises(LeanError, match="000001 cannot be read, or is of another model"):
+        checkpoint.restore(found, policy, optimizer)
+    state["files"]["../../outside"] = state["files"].pop(f"state/{shard.name}")
+    state["checksum"] = sound.checksum(state)
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(LeanError, match=r"damaged: \.\./\.\./outside is missing or was changed"):
+        checkpoint.open_checkpoint(folder)
 
 
 def test_what_else_a_run_remembers_is_bitwise(tmp_path) -> None:

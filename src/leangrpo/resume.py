@@ -14,17 +14,25 @@ from typing import Any
 import yaml
 
 from . import checkpoint
-from .config import Config, config_hash, differences, load_config, parse_yaml, read_text
+from .config import (
+    FREE,
+    Config,
+    config_hash,
+    differences,
+    load_config,
+    parse_yaml,
+    read_text,
+)
 from .errors import LeanError, problem
 from .launch import resume_command
 from .parallel import World
 from .runfolder import CONFIG
 
-FREE_BEFORE = (
-    ("run", "checkpoint", "updates", "recipe", "description"),
-    ("run", "checkpoint", "updates", "recipe", "description", "schedule", "parallel"),
-)
-"""What earlier versions left out of the hash of the settings; see `config.FREE` for this one."""
+_RUN = dict.fromkeys(("run", "checkpoint", "updates", "recipe", "description"), True)
+_RANKS = _RUN | dict.fromkeys(("schedule", "parallel"), True)
+_REWARDS = _RANKS | dict.fromkeys(("memory", "scoring"), True)
+FREE_BEFORE: tuple[dict[str, Any], ...] = (_RUN, _RANKS, _REWARDS | {"rollout": {"ahead"}})
+"""What earlier versions left out of the hash of the settings; `config.FREE` is this one's."""
 
 
 def found_by_the_first(world: World, config: Config, folder: Path) -> checkpoint.Checkpoint | None:
@@ -75,18 +83,20 @@ def find_checkpoint(config: Config, folder: Path) -> checkpoint.Checkpoint | Non
 def hashes_before(folder: Path) -> set[str]:
     """What versions with fewer settings than this one made of a run's `config.yaml`."""
     tree = _stored(folder)
-    every = []
-    for free in FREE_BEFORE:
-        every.append({k: v for k, v in tree.items() if k not in free})
-    now = {k: v for k, v in tree.items() if k not in (*FREE_BEFORE[-1], "memory", "scoring")}
-    rollout = {k: v for k, v in dict(now.get("rollout") or {}).items() if k != "ahead"}
-    every.append({**now, "rollout": rollout})
-    rollout = {k: v for k, v in rollout.items() if k != "micro_batch"}
-    model = dict(now.get("model") or {})
-    model = {k: v for k, v in model.items() if k != "activation_checkpointing"}
-    every.append({**now, "rollout": rollout, "model": model})
-    texts = [json.dumps(one, sort_keys=True, default=str) for one in every]
+    texts = [json.dumps(_without(tree, free), sort_keys=True) for free in (*FREE_BEFORE, FREE)]
     return {hashlib.sha256(text.encode()).hexdigest() for text in texts}
+
+
+def _without(tree: dict[Any, Any], free: dict[str, Any]) -> dict[Any, Any]:
+    """Settings without those that may change: whole branches, or some of a branch."""
+    found = {}
+    for name, value in tree.items():
+        some = free.get(name, set())
+        if some is True:
+            continue
+        branch = isinstance(value, dict)
+        found[name] = {k: v for k, v in value.items() if k not in some} if branch else value
+    return found
 
 
 def in_its_terms(text: str, folder: Path) -> str:
