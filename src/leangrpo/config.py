@@ -48,6 +48,9 @@ OF_A_RULE = {"steps": None, "size": None, "range": None}
 MOST, MOST_NODES, DEEPEST = 1 << 20, 100_000, 40
 """Characters, entries and levels of settings: far more than any."""
 
+RETIRED: dict[tuple[str, ...], object] = {("model", "lora", "dropout"): 0.0}
+"""Settings that runs of older versions have, and the value with which they mean nothing."""
+
 OF_A_RECIPE = ("extends", "algorithm")
 """What `cookbook` reads in a recipe; no settings."""
 
@@ -84,11 +87,22 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
     tree = Config(recipe=name).model_dump(mode="json")
     for layer in some:
         given = _mapping(layer)
+        for path, harmless in RETIRED.items():
+            _retire(given, path, harmless)
         selection = given.get("selection")
         if isinstance(selection, dict) and "rule" in selection:
             tree["selection"] |= OF_A_RULE
         tree = _merge(tree, {k: v for k, v in given.items() if k not in OF_A_RECIPE})
     return _finished(tree, overrides)
+
+
+def _retire(tree: Any, path: tuple[str, ...], harmless: object) -> None:
+    """Drop a setting where it has this value."""
+    *above, name = path
+    for part in above:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    if isinstance(tree, dict) and name in tree and tree[name] == harmless:
+        del tree[name]
 
 
 def bare_config(pipeline: str, overrides: Sequence[str] = ()) -> Config:

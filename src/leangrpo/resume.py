@@ -119,7 +119,7 @@ def _known(tree: Any, was: Any, usual: Any) -> Any:
     """A tree without what `was` has not and is as `usual`."""
     if not isinstance(tree, dict) or not isinstance(was, dict):
         return tree
-    found = {}
+    found = {name: value for name, value in was.items() if name not in tree}  # retired since
     for name, value in tree.items():
         default = usual.get(name) if isinstance(usual, dict) else None
         if name in was:

@@ -94,7 +94,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not isinstance(line, dict):
             break
@@ -105,7 +105,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def _read_summary(path: Path) -> dict[str, Any] | None:
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return summary if isinstance(summary, dict) else None
 
