@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from leangrpo import checkpoint
 from leangrpo.config import load_config, to_yaml
 from leangrpo.errors import LeanError
 from leangrpo.report import read_run
 from leangrpo.resume import in_its_terms
+from leangrpo.setup import make_policy
 from leangrpo.train import train
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -47,11 +50,29 @@ def test_an_older_run_goes_on(version: int, place: Path) -> None:
     summary = train(load_config(stored, ["updates=4"]), resume=True, quiet=True)
     assert summary["updates"] == 4
     assert (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").startswith(before)
+    state = json.loads((place / "run/checkpoints/000004/state.json").read_text(encoding="utf-8"))
+    assert state["format"] == checkpoint.FORMAT
+    if version == 1:  # its first two updates were computed otherwise
+        return
     fresh = train(load_config(stored, ["run.dir=fresh"]), quiet=True)
     assert summary["weights_sha256"] == fresh["weights_sha256"]
     assert lines(place / "run")[2:] == lines(place / "fresh")[2:]
-    state = json.loads((place / "run/checkpoints/000004/state.json").read_text(encoding="utf-8"))
-    assert state["format"] == checkpoint.FORMAT
+
+
+def test_the_optimizer_of_format_1(place: Path) -> None:
+    """Every moment, as it stands in the file it had then."""
+    folder = FIXTURES / "run-format-1"
+    policy = make_policy(load_config(folder / "config.yaml"), torch.device("cpu"))
+    optimizer = torch.optim.AdamW(policy.parameters, fused=True)
+    checkpoint.restore(checkpoint.open_checkpoint(folder / "checkpoints/000002"), policy, optimizer)
+    stored = load_file(folder / "checkpoints/000002/optimizer.safetensors")
+    found = {
+        f"{key}:{name}": value
+        for name, parameter in policy.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    assert found.keys() == stored.keys() and len(found) > 10
+    assert all(torch.equal(found[name], stored[name]) for name in stored)
 
 
 @pytest.mark.parametrize("version", FORMATS)

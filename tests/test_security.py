@@ -25,8 +25,12 @@ UNSAFE_MODULES = {
     "cloudpickle",
 }
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
-IMPORTS = {("config.py", "import_module")}
-"""Where a name becomes code: `load_object`, for `module:function` that a user has written."""
+IMPORTS = {
+    ("config.py", "import_module"),  # module:function, which a user has written
+    ("verify.py", "import_module"),  # the same, of a schedule
+    ("twin.py", "import_module"),  # below diffusers and transformers only
+    ("__init__.py", "import_module"),  # the package's own
+}
 UNPICKLES = {("processes.py", "recv")}
 """What a reward's process is given by the trainer that has started it; never the other way."""
 
