@@ -135,7 +135,14 @@ def damage_by_a_link(folder: Path) -> None:
     file.symlink_to(folder / "elsewhere")
 
 
+def damage_by_a_device(folder: Path) -> None:
+    """Its size is 0, and it never ends."""
+    (folder / "state.json").unlink()
+    (folder / "state.json").symlink_to("/dev/zero")
+
+
 DAMAGES = [
+    damage_by_a_device,
     damage_bytes,
     damage_length,
     damage_state,

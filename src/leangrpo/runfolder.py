@@ -103,6 +103,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_summary(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -71,6 +71,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read and verify a checkpoint folder; raises LeanError that names the damaged file."""
     path = folder / "state.json"
     try:
+        if path.is_symlink() or not path.is_file():
+            raise ValueError("it is no file")
         if path.stat().st_size > LONGEST:
             raise ValueError(f"it is longer than {LONGEST} bytes")
         state = json.loads(path.read_text(encoding="utf-8"))
