@@ -316,7 +316,7 @@ def prompts(num: int, seed_: int, root: Path) -> Tally:
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
     """Bits turned over, cut short, doubled, or with a part of something else in it."""
-    found, way = bytearray(data), rng.randrange(5)
+    found, way = bytearray(data or b"\0"), rng.randrange(5)
     at = rng.randrange(len(found))
     if way == 0:
         for _ in range(rng.choice((1, 1, 8, 64))):

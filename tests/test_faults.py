@@ -15,11 +15,10 @@ def assert_good(rows: list[Row]) -> None:
 
 
 def test_a_few_faults(tmp_path: Path) -> None:
-    """Two kills while a checkpoint is written, and each file of a checkpoint damaged."""
-    rows = run(tmp_path, ["kill_writing", "damage"], kills=2, seed=1, updates=5, quiet=True)
-    assert_good(rows)
-    assert [row.injected for row in rows] == [2, 4]
-    assert all(row.compared for row in rows)
+    """Two kills while a checkpoint is written."""
+    (row,) = run(tmp_path, ["kill_writing"], kills=2, seed=1, updates=4, quiet=True)
+    assert_good([row])
+    assert row.injected == 2 and row.compared
 
 
 @pytest.mark.slow

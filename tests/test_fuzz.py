@@ -7,7 +7,7 @@ from fuzz import Tally, fuzz
 
 from leangrpo.errors import LeanError
 
-SOME = {"configs": 150, "prompts": 60, "checkpoints": 30, "answers": 25, "requests": 30}
+SOME = {"configs": 100, "prompts": 60, "checkpoints": 20, "answers": 25, "requests": 30}
 MANY = {"configs": 2000, "prompts": 500, "checkpoints": 500, "answers": 300, "requests": 200}
 
 

@@ -22,7 +22,7 @@ from leangrpo.setup import make_policy
 from leangrpo.train import train
 
 FIXTURES = Path(__file__).parent / "fixtures"
-FORMATS = (1, 2, 3)
+FORMATS = (1, pytest.param(2, marks=pytest.mark.slow), 3)
 
 
 @pytest.fixture
