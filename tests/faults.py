@@ -56,6 +56,11 @@ class Row:
         if not same:
             self.problems.append(f"{self.kind}: {run} is not the run that {whole} is")
 
+    def line(self) -> str:
+        """Of the table."""
+        equal = f"{self.equal} of {self.compared}"
+        return f"| {self.kind} | {self.injected} | {self.survived} | {self.lost} | {equal} |"
+
     @property
     def good(self) -> bool:
         whole = self.injected == self.survived and self.compared == self.equal
@@ -438,10 +443,7 @@ def table(rows: list[Row]) -> str:
     """As Markdown."""
     head = "| fault | injected | survived | lost updates | bitwise equal after resume |"
     text = [head, "|---|---|---|---|---|"]
-    for r in rows:
-        text.append(
-            f"| {r.kind} | {r.injected} | {r.survived} | {r.lost} | {r.equal} of {r.compared} |"
-        )
+    text += [row.line() for row in rows]
     total = [
         sum(getattr(r, n) for r in rows)
         for n in ("injected", "survived", "lost", "equal", "compared")
@@ -467,10 +469,7 @@ def run(
             rows.append(row)
             if not quiet:
                 seconds = time.monotonic() - began
-                print(
-                    f"{row.kind}: {row.survived} of {row.injected}, {seconds:.0f} s",
-                    file=sys.stderr,
-                )
+                print(f"{row.line()} {seconds:.0f} s", file=sys.stderr, flush=True)
             for problem in row.problems:
                 print(f"  {problem}", file=sys.stderr, flush=True)
     return rows
