@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all conformance guard lint format clean
+.PHONY: help demo test test-all conformance guard faults fuzz lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,12 @@ conformance: $(STAMP) ## every algorithm on every kind of model, as a table (ARG
 
 guard: $(STAMP) ## what got slower or heavier than recorded (ARGS="--record" records)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/guard.py $(ARGS)
+
+faults: $(STAMP) ## what a run survives, as a table (ARGS="--kills 5 --only kill,sigterm")
+	$(TEST_ENV) $(BIN)/python tests/faults.py $(ARGS)
+
+fuzz: $(STAMP) ## hostile settings, prompts, checkpoints and servers, by the thousand
+	$(TEST_ENV) $(BIN)/python tests/fuzz.py $(ARGS)
 
 lint: $(STAMP) ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check

@@ -12,7 +12,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from leangrpo import checkpoint
+from leangrpo import checkpoint, sound
 from leangrpo.data import SampleKey
 from leangrpo.errors import LeanError
 from leangrpo.loading import make_trainable
@@ -112,11 +112,52 @@ def damage_state(folder: Path) -> None:
     (folder / "state.json").write_text('{"update": ')
 
 
+def damage_number(folder: Path) -> None:
+    """JSON all the same, and another update."""
+    text = (folder / "state.json").read_text()
+    (folder / "state.json").write_text(text.replace('"update": 2', '"update": 3'))
+
+
+def damage_format(folder: Path) -> None:
+    """An older format had no checksum of `state.json`."""
+    text = (folder / "state.json").read_text()
+    (folder / "state.json").write_text(text.replace('"format": 4', '"format": 0'))
+
+
+def damage_by_more(folder: Path) -> None:
+    save_file({"ema:x": torch.ones(1)}, folder / "state" / "more.safetensors")
+
+
+def damage_by_a_link(folder: Path) -> None:
+    file = next((folder / "state").glob("*.safetensors"))
+    (folder / "elsewhere").write_bytes(file.read_bytes())
+    file.unlink()
+    file.symlink_to(folder / "elsewhere")
+
+
+def damage_by_a_device(folder: Path) -> None:
+    """Its size is 0, and it never ends."""
+    (folder / "state.json").unlink()
+    (folder / "state.json").symlink_to("/dev/zero")
+
+
+DAMAGES = [
+    damage_by_a_device,
+    damage_bytes,
+    damage_length,
+    damage_state,
+    damage_number,
+    damage_format,
+    damage_by_more,
+    damage_by_a_link,
+]
+
+
 def damage_missing(folder: Path) -> None:
     (next((folder / "state").glob("*.safetensors"))).unlink()
 
 
-@pytest.mark.parametrize("damage", [damage_bytes, damage_length, damage_state, damage_missing])
+@pytest.mark.parametrize("damage", [*DAMAGES, damage_missing])
 def test_a_damaged_checkpoint_is_passed_over(damage, tmp_path) -> None:
     policy, optimizer = make("sd3", "full")
     for update in (1, 2):
@@ -145,7 +186,7 @@ def test_a_format_of_the_future_is_named(tmp_path) -> None:
     folder = checkpoint.Checkpoints(tmp_path, 1).save(policy, optimizer, {"update": 1})
     state: dict[str, Any] = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "format": 99}))
-    with pytest.raises(LeanError, match="has format 99; this version reads up to 3"):
+    with pytest.raises(LeanError, match="has format 99; this version reads up to 4"):
         checkpoint.open_checkpoint(folder)
 
 
@@ -207,6 +248,27 @@ def test_what_a_kill_has_left_is_removed(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_signed_lie_is_told_in_words(tmp_path) -> None:
+    """Checksums that fit are no proof: what does not fit the model is refused, not raised."""
+    policy, optimizer = make("sd3", "lora")
+    checkpoint.Checkpoints(tmp_path, 2).save(policy, optimizer, {"update": 1})
+    folder = tmp_path / "000001"
+    shard = next((folder / "state").glob("*.safetensors"))
+    save_file({name: torch.ones(3) for name in load_file(shard)}, shard)
+    state = json.loads((folder / "state.json").read_text())
+    state["files"][f"state/{shard.name}"] = sound.sha256(shard)
+    state["checksum"] = sound.checksum(state)
+    (folder / "state.json").write_text(json.dumps(state))
+    found = checkpoint.open_checkpoint(folder)
+    with pytest.raises(LeanError, match="000001 cannot be read, or is of another model"):
+        checkpoint.restore(found, policy, optimizer)
+    state["files"]["../../outside"] = state["files"].pop(f"state/{shard.name}")
+    state["checksum"] = sound.checksum(state)
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(LeanError, match=r"damaged: \.\./\.\./outside is missing or was changed"):
+        checkpoint.open_checkpoint(folder)
+
+
 def test_what_else_a_run_remembers_is_bitwise(tmp_path) -> None:
     """Tensors of any shape and dtype, and what JSON can write, as it was when it was given."""
     policy, optimizer = make("sd3", "lora")
@@ -258,6 +320,7 @@ def test_a_checkpoint_from_before_the_extra_is_read(tmp_path) -> None:
     policy, optimizer = make("sd3", "lora")
     folder = checkpoint.Checkpoints(tmp_path, 1).save(policy, optimizer, {"update": 4})
     state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    del state["checksum"]
     (folder / "state.json").write_text(json.dumps({**state, "format": 2}))
     found, complaints = checkpoint.newest(tmp_path)
     assert found is not None

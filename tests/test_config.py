@@ -674,3 +674,39 @@ def test_any_file_loads_or_is_explained(tmp_path: Path, tree: dict[object, objec
     file = tmp_path / "any.yaml"
     file.write_text(yaml.safe_dump(tree), encoding="utf-8")
     loads_or_explains(file, [])
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BOMB, "it has more than 100000 entries"),
+        ("seed: " + "[" * 50 + "]" * 50, "it has more than 40 levels"),
+        ("a: &a [*a]", "aliases inside themselves"),
+        ("x" * (1 << 21), "it is longer than 1048576 characters"),
+        ("seed: !!python/object/apply:os.system [true]", "could not determine a constructor"),
+    ],
+)
+def test_yaml_that_is_a_trap(text: str, words: str, tmp_path: Path) -> None:
+    """Refused before anything is made of it, in a file and as an override."""
+    file = tmp_path / "trap.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(LeanError, match=words):
+        load_config(file)
+
+
+def test_aliases_are_welcome(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "rewards: [{name: ocr, weight: &w 2.0}, {name: ocr_exact, weight: *w}]\n", encoding="utf-8"
+    )
+    assert [r.weight for r in load_config(file).rewards] == [2.0, 2.0]
+
+
+def test_a_device_is_no_file() -> None:
+    with pytest.raises(LeanError, match="it is a device, not a text file"):
+        load_config(Path("/dev/zero"))

@@ -16,13 +16,12 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -39,33 +38,39 @@ from .ema import Ema
 from .errors import LeanError
 from .parallel import World, scatter_like, whole
 from .policy import Policy
+from .sound import (
+    EXTRA,
+    FORMAT,
+    REFUSALS,
+    Checkpoint,
+    checksum,
+    folders,
+    newest,
+    open_checkpoint,
+    readable,
+    sha256,
+)
 
-FORMAT = 3
+__all__ = [
+    "EXTRA",
+    "FORMAT",
+    "REFUSALS",
+    "Checkpoint",
+    "Checkpoints",
+    "folders",
+    "load_weights",
+    "newest",
+    "open_checkpoint",
+    "restore",
+    "save_weights",
+    "weights_sha256",
+]
+
 STATE = "state"
-EXTRA = "extra/tensors.safetensors"
 OURS = ("model", "ema")
 LORA_FILE = "pytorch_lora_weights.safetensors"
-REFUSALS = (OSError, SafetensorError, CheckpointException)
-"""What a full disk raises, by whose hands it is written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A complete, verified checkpoint: its folder and what `state.json` says."""
-
-    folder: Path
-    state: Mapping[str, Any]
-
-    @property
-    def update(self) -> int:
-        """Optimizer updates done when it was written."""
-        return int(self.state["update"])
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """What `Checkpoints.save` was given as `extra`; empty for nothing, and before format 3."""
-        path = self.folder / EXTRA
-        return {**self.state.get("extra", {}), **(load_file(path) if path.is_file() else {})}
+BEFORE = "optimizer.safetensors"
+"""Where format 1 had what is in `state/`."""
 
 
 class Checkpoints:
@@ -161,8 +166,9 @@ class Checkpoints:
             raise self._refused(partial, folder, error) from error
 
     def _publish(self, partial: Path, folder: Path, state: Mapping[str, Any]) -> None:
-        files = {str(p.relative_to(partial)): _sha256(p) for p in _files(partial)}
-        text = json.dumps({"format": FORMAT, **state, "files": files}, indent=1)
+        files = {str(p.relative_to(partial)): sha256(p) for p in _files(partial)}
+        whole = {"format": FORMAT, **state, "files": files}
+        text = json.dumps({**whole, "checksum": checksum(whole)}, indent=1)
         (partial / "state.json").write_text(text, encoding="utf-8")
         for path in _files(partial):
             _flush(path)
@@ -179,45 +185,19 @@ class Checkpoints:
     def _refused(self, partial: Path, folder: Path, error: BaseException) -> LeanError:
         shutil.rmtree(partial, ignore_errors=True)
         return LeanError(
-            f"Checkpoint {folder} could not be written ({error}). The run goes on from the newest "
-            "complete checkpoint with --resume; free some space or choose another run.dir."
+            f"Checkpoint {folder} could not be written ({_reason(error)}). The run goes on from "
+            "the newest complete one with --resume; free some space or choose another run.dir."
         )
 
 
-def folders(root: Path) -> list[Path]:
-    """The checkpoints below `root`, complete or damaged, the oldest first."""
-    found = (p for p in root.glob("*") if p.name.isdecimal() and p.is_dir())
-    return sorted(found, key=lambda p: int(p.name))
-
-
-def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint whose files match their checksums, and complaints about newer ones."""
-    complaints: list[str] = []
-    for folder in reversed(folders(root)):
-        try:
-            return open_checkpoint(folder), complaints
-        except LeanError as error:
-            complaints.append(str(error))
-    return None, complaints
-
-
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read and verify a checkpoint folder; raises LeanError that names the damaged file."""
-    try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        files = dict(state["files"])
-        version, _ = int(state["format"]), int(state["update"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LeanError(
-            f"{folder} is no checkpoint: state.json cannot be read ({error})."
-        ) from error
-    if version > FORMAT:
-        raise LeanError(f"{folder} has format {version}; this version reads up to {FORMAT}.")
-    for name, digest in files.items():
-        path = folder / name
-        if not path.is_file() or _sha256(path) != digest:
-            raise LeanError(f"{folder} is damaged: {name} is missing or was changed.")
-    return Checkpoint(folder, state)
+def _reason(error: BaseException) -> str:
+    """In one line; torch's own has the traceback of every rank."""
+    if isinstance(error, CheckpointException):
+        some = dict(error.failures)
+        rank = min(some, default=None)
+        if rank is not None:
+            return f"rank {rank}: {' '.join(str(some[rank][0]).split())}"
+    return " ".join(str(error).split())
 
 
 def restore(
@@ -228,8 +208,16 @@ def restore(
 ) -> None:
     """Load weights, optimizer state and running mean, bitwise as they were saved.
 
-    Whatever number of ranks wrote them: each reads the parts it holds.
+    Whatever number of ranks wrote them: each reads the parts it holds. Raises LeanError for what
+    cannot be read or does not fit.
     """
+    with readable(checkpoint.folder):
+        _restore(checkpoint, policy, optimizer, ema)
+
+
+def _restore(
+    checkpoint: Checkpoint, policy: Policy, optimizer: torch.optim.Optimizer, ema: Ema | None
+) -> None:
     load_weights(policy, checkpoint.folder)
     names = _names(checkpoint.folder)
     states: dict[int, dict[str, Tensor]] = {}
@@ -296,8 +284,14 @@ def save_weights(policy: Policy, folder: Path, world: World | None = None) -> No
 def load_weights(policy: Policy, folder: Path, *, ema: bool = False) -> None:
     """Load the weights of a checkpoint, or their running mean, whoever wrote them.
 
-    Raises LeanError for missing or foreign names, or when there is no running mean.
+    Raises LeanError for missing or foreign names, what cannot be read, or when there is no running
+    mean.
     """
+    with readable(folder):
+        _load_weights(policy, folder, ema)
+
+
+def _load_weights(policy: Policy, folder: Path, ema: bool) -> None:
     for name, module in policy.trained().items():
         if is_lora(module):
             from peft import get_peft_model_state_dict, set_peft_model_state_dict
@@ -382,7 +376,9 @@ def _as_mean(parameter: Tensor) -> Tensor:
 def _names(folder: Path, kind: str | None = None) -> list[str]:
     """Names of the tensors in `state/`, all or of one kind."""
     found: set[str] = set()
-    for path in sorted((folder / STATE).glob("*.safetensors")):
+    for path in (*sorted((folder / STATE).glob("*.safetensors")), folder / BEFORE):
+        if not path.is_file():
+            continue
         with safe_open(path, framework="pt") as file:
             found |= set(file.keys())
     return sorted(n for n in found if kind is None or n.startswith(f"{kind}:"))
@@ -391,6 +387,11 @@ def _names(folder: Path, kind: str | None = None) -> list[str]:
 def _read(folder: Path, into: dict[str, Tensor]) -> None:
     """Read named tensors in place, each rank its own parts."""
     if not into:
+        return
+    if (folder / BEFORE).is_file():
+        found = load_file(folder / BEFORE)
+        for name, tensor in into.items():
+            tensor.copy_(found[name])
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on one process torch says that it is one
@@ -429,11 +430,6 @@ def _strip(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _files(folder: Path) -> Iterator[Path]:
     return (p for p in sorted(folder.rglob("*")) if p.is_file())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

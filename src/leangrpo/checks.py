@@ -444,6 +444,9 @@ def _check_files(config: Config, resume: bool) -> Iterator[LeanError]:
         rule = f"prompts.heldout has only {num}"
         yield problem("evaluation.prompts", wanted, rule, "null takes all of them.")
     folder = Path(config.run.dir or "runs").expanduser()
+    if "\0" in str(folder):
+        yield problem("run.dir", config.run.dir, "no folder can have this name")
+        return
     if folder.exists() and not folder.is_dir():
         yield problem("run.dir", str(folder), "it is a file, and a folder is needed")
         return

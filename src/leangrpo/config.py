@@ -45,6 +45,12 @@ EMBEDDED_PIPELINES = {"embedded": EMBEDDED / "pipeline", "embedded-ddim": EMBEDD
 OF_A_RULE = {"steps": None, "size": None, "range": None}
 
 
+MOST, MOST_NODES, DEEPEST = 1 << 20, 100_000, 40
+"""Characters, entries and levels of settings: far more than any."""
+
+RETIRED: dict[tuple[str, ...], object] = {("model", "lora", "dropout"): 0.0}
+"""Settings that runs of older versions have, and the value with which they mean nothing."""
+
 OF_A_RECIPE = ("extends", "algorithm")
 """What `cookbook` reads in a recipe; no settings."""
 
@@ -81,11 +87,22 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
     tree = Config(recipe=name).model_dump(mode="json")
     for layer in some:
         given = _mapping(layer)
+        for path, harmless in RETIRED.items():
+            _retire(given, path, harmless)
         selection = given.get("selection")
         if isinstance(selection, dict) and "rule" in selection:
             tree["selection"] |= OF_A_RULE
         tree = _merge(tree, {k: v for k, v in given.items() if k not in OF_A_RECIPE})
     return _finished(tree, overrides)
+
+
+def _retire(tree: Any, path: tuple[str, ...], harmless: object) -> None:
+    """Drop a setting where it has this value."""
+    *above, name = path
+    for part in above:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    if isinstance(tree, dict) and name in tree and tree[name] == harmless:
+        del tree[name]
 
 
 def bare_config(pipeline: str, overrides: Sequence[str] = ()) -> Config:
@@ -138,7 +155,7 @@ def _read_source(source: str | Path) -> tuple[str, list[Layer]]:
 
 
 def _mapping(layer: Layer) -> dict[str, Any]:
-    given = _parse_yaml(layer.text, layer.where)
+    given = parse_yaml(layer.text, layer.where)
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -159,7 +176,11 @@ def read_text(setting: str, path: Path) -> str:
     """A UTF-8 text file, or a LeanError in the words of `setting`."""
     remedy = f"Relative paths start from {Path.cwd()}."
     try:
+        if path.is_char_device() or path.is_block_device():
+            raise problem(setting, str(path), "it is a device, not a text file")
         return path.read_text(encoding="utf-8-sig")
+    except LeanError:
+        raise
     except FileNotFoundError:
         raise problem(setting, str(path), "there is no such file", remedy) from None
     except IsADirectoryError:
@@ -172,10 +193,24 @@ def read_text(setting: str, path: Path) -> str:
         raise problem(setting, str(path), f"it cannot be read: {error}") from None
 
 
-def _parse_yaml(text: str, where: str) -> Any:
-    """YAML's value; a mistake is named with its line."""
+def parse_yaml(text: str, where: str) -> Any:
+    """YAML's value; a LeanError names a mistake with its line, and `where` it was found.
+
+    What is too long, too deep or, written out without its aliases, too large is refused before
+    anything is made of it.
+    """
     try:
-        return yaml.load(text, Loader=_Loader)
+        if len(text) > MOST:
+            raise yaml.YAMLError(f"it is longer than {MOST} characters")
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _measure(node, {})
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -183,6 +218,24 @@ def _parse_yaml(text: str, where: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError, AttributeError, TypeError) as error:
         line = " ".join(str(error).split())
         raise LeanError(f"{where} is not valid YAML: {line or type(error).__name__}.") from None
+
+
+def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """How many nodes there are with every alias written out, and how deep they go."""
+    if id(node) not in sizes:
+        sizes[id(node)] = MOST, MOST  # inside itself
+        below: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            below = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            below = node.value
+        found = [_measure(part, sizes) for part in below]
+        num, depth = 1 + sum(n for n, _ in found), 1 + max((d for _, d in found), default=0)
+        if num >= MOST_NODES or depth > DEEPEST:
+            what = f"{MOST_NODES} entries" if num >= MOST_NODES else f"{DEEPEST} levels"
+            raise yaml.YAMLError(f"it has more than {what}, or aliases inside themselves")
+        sizes[id(node)] = num, depth
+    return sizes[id(node)]
 
 
 def _merge(base: dict[Any, Any], over: dict[Any, Any]) -> dict[Any, Any]:
@@ -203,7 +256,7 @@ def _apply(tree: dict[Any, Any], override: str) -> None:
     path = path.strip()
     if not equals or not path:
         raise problem("override", override, "it must be setting=value", "Example: updates=3.")
-    value = _parse_yaml(text, f"the value given for {path}")
+    value = parse_yaml(text, f"the value given for {path}")
     node: Any = tree
     parts = path.split(".")
     for depth, part in enumerate(parts):

@@ -201,6 +201,8 @@ def _jsonl(setting: str, path: Path) -> _Rows:
         except json.JSONDecodeError as error:
             rule = f"line {number}, column {error.colno} is not valid JSON: {error.msg}"
             raise problem(setting, str(path), rule) from None
+        except (ValueError, RecursionError) as error:  # numbers too long, brackets too deep
+            raise problem(setting, str(path), f"line {number} cannot be read: {error}") from None
         if not isinstance(row, dict):
             rule = f"line {number} is no JSON object"
             raise problem(setting, str(path), rule, 'Write lines like {"prompt": "a cat"}.')

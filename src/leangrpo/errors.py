@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable
+
 
 class LeanError(ValueError):
     """Something the user can mend; the command line prints its text and exits with 2."""
@@ -9,6 +11,14 @@ class LeanError(ValueError):
 
 class StaleGraphError(LeanError):
     """A gradient of one policy version was about to be used on another."""
+
+
+class NonFiniteError(LeanError):
+    """An update holds NaN or infinity; `keys` are the trajectories it came from, where known."""
+
+    def __init__(self, text: str, keys: Collection[Hashable] = ()) -> None:
+        super().__init__(text)
+        self.keys = frozenset(keys)
 
 
 class RewardError(LeanError):

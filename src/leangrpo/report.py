@@ -79,7 +79,7 @@ class RunRecord:
         folder = Path(folder)
         held = lock(folder)
         for name in (METRICS, EVALUATIONS):
-            kept = [line for line in read_lines(folder / name) if line["update"] <= update]
+            kept = [line for line in read_lines(folder / name) if _is_of(line, update)]
             replace_file(folder / name, "".join(f"{json.dumps(line)}\n" for line in kept))
         for grid in (folder / "samples").glob("*.png"):
             if grid.stem.isdigit() and int(grid.stem) > update:
@@ -266,6 +266,12 @@ class Onlooker:
 
     def failed(self, error: BaseException, update: int) -> None:
         """Nothing."""
+
+
+def _is_of(line: Mapping[str, Any], update: int) -> bool:
+    """Whether a line is one of a run's, and of this update or one before."""
+    found = line.get("update")
+    return isinstance(found, int) and found <= update
 
 
 def _updates(config: str) -> int:

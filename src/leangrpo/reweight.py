@@ -29,6 +29,7 @@ class Reweight(Common):
 
     name = "reweight"
     needs_graph = True
+    splits = True
     capture: Capture
 
     def __init__(
@@ -67,6 +68,7 @@ class Reweight(Common):
         self._require_open("transition")
         t = transition
         self.guard.accept(t, self.name)
+        self._note(t)
         for key in t.keys if t.weight else ():
             if key in self._known:
                 raise LeanError(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from .data import SampleKey, Transition
 from .layout import Slot
@@ -24,11 +25,15 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Sampled:
-    """A forward whose scores are on their way (None: an idle one, which has none)."""
+    """A forward whose scores are on their way (None: it has none).
+
+    `left_out` are generations of it that are this rank's and were not sampled, or in vain.
+    """
 
     prompt: int
     generations: list[int]
     scores: Future[Scores] | None
+    left_out: list[int] = field(default_factory=list)
 
 
 def roll_out(
@@ -75,6 +80,8 @@ class _Part:
         }
         self.prefix: tuple[int, Prefix] | None = None
         self.own: list[list[tuple[int, int]]] = [[] for _ in self.waves]
+        self.scored: list[list[tuple[int, int]]] = [[] for _ in self.waves]
+        self.finite: list[Tensor] = []  # of the forward underway, `(B,)` of each step
 
     def run(self) -> None:
         """All forwards in order, and behind them their rewards and advantages."""
@@ -100,6 +107,16 @@ class _Part:
         p, generations = self.offset + slot.prompt, list(slot.generations)
         example, pictures = self.drawn[p], self.pictures[p]
         selection = s.select(update, p, generations[0])
+        left_out: list[int] = []
+        if gone := [g for g in generations if SampleKey(update, p, g) in s.left_out]:
+            left_out = [] if slot.idle else gone
+            generations = [g for g in generations if g not in gone]
+        if not generations and s.world.size == 1:
+            return Sampled(p, [], None, left_out)
+        if not generations:  # others wait for its collectives: a stand-in, with noise of its own
+            slot = replace(slot, idle=True)
+            generations = [g + s.config.rollout.generations for g in gone]
+        self.finite = []
         first = selection.stochastic[0]
         if s.shares_prefix and first and (self.prefix is None or self.prefix[0] != wave):
             key = SampleKey(update, p, 0)
@@ -127,13 +144,22 @@ class _Part:
                 self.table.kl[p, generations] += kl
             self._take(slot, transition)
         if slot.idle:
-            return Sampled(p, generations, None)
+            return Sampled(p, [], None, left_out)
         assert rollout.images is not None
+        finite = [*self.finite, rollout.latents.isfinite().flatten(1).all(1)]
+        whole = torch.stack(finite).all(0).cpu() & rollout.images.isfinite().flatten(1).all(1)
+        if not whole.all():  # the update is going to be repeated without these
+            bad = [g for g, good in zip(generations, whole.tolist(), strict=True) if not good]
+            self.table.bad |= {SampleKey(update, p, g) for g in bad}
+            return Sampled(p, generations, None, left_out)
         about = [example.about(pictures) for _ in generations]
-        return Sampled(p, generations, s.scorer.submit(rollout.images, rollout.prompts, about))
+        scores = s.scorer.submit(rollout.images, rollout.prompts, about)
+        return Sampled(p, generations, scores, left_out)
 
     def _take(self, slot: Slot, transition: Transition) -> None:
         transition.weight = 0.0 if slot.idle else self.s.weights[transition.step]
+        values = transition.log_prob, transition.kl
+        self.finite += [v.detach().isfinite() for v in values if v is not None]
         if self.s.critic is not None:
             self.s.critic.attach(transition)
         if self.keep:
@@ -143,12 +169,16 @@ class _Part:
 
     def _enter(self, wave: int, one: Sampled) -> None:
         """Wait for a forward's rewards."""
+        sampled = one.generations
         if one.scores is None:
-            return
-        with self.s.watch.stage("reward"):
-            self.table.enter(one.prompt, one.generations, one.scores.result())
-        own = [(one.prompt, g) for g in one.generations]
-        self.own[wave] += own
+            self.table.leave_out(one.prompt, sampled)
+        else:
+            with self.s.watch.stage("reward"):
+                self.table.enter(one.prompt, sampled, one.scores.result())
+        self.table.leave_out(one.prompt, one.left_out)
+        own = [(one.prompt, g) for g in sampled]
+        self.scored[wave] += own
+        self.own[wave] += sorted([*own, *((one.prompt, g) for g in one.left_out)])
         if self.schedule is not None:
             credit, table = self.s.credit, self.table
             self.schedule.rewards({self._key(k): credit.rewards(table, *k) for k in own})
@@ -163,12 +193,13 @@ class _Part:
             for p in groups:
                 table.gather_group(s.world, s.layout, p, [g for _, g in own])
         if centre and self.schedule is not None:
-            self.schedule.centre({self._key(k): s.credit.centred(table, *k) for k in own})
+            scored = self.scored[number]
+            self.schedule.centre({self._key(k): s.credit.centred(table, *k) for k in scored})
         if s.credit.whole:
             if number + 1 < len(self.waves) or not self.last:
                 return
             table.gather_all(s.world)
-            groups, own = list(range(len(self.drawn))), [k for one in self.own for k in one]
+            groups = list(range(len(self.drawn)))
         if groups:
             s.whole = s.whole and not s.credit.remembers  # what it remembers is of this update now
             each = {name: values[groups] for name, values in table.each.items()}
@@ -177,7 +208,8 @@ class _Part:
                 table.rewards[groups], each, table.kl[groups], names
             )
         if self.schedule is not None:
-            keys = map(self._key, own)
+            some = self.scored if s.credit.whole else [self.scored[number]]
+            keys = [self._key(k) for one in some for k in one]
             self.schedule.advantages({key: table.advantage(key) for key in keys})
 
     def _key(self, sample: tuple[int, int]) -> SampleKey:

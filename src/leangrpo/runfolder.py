@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from .config import Config
+from .config import Config, parse_yaml
 from .errors import LeanError, problem
 
 CONFIG, SUMMARY, LOG, PAGE = "config.yaml", "summary.json", "log.txt", "report.html"
@@ -31,10 +30,17 @@ class Run:
 
 
 def run_folder(config: Config) -> Path:
-    """The run's folder; without `run.dir`, `runs/<recipe>-<date-time>`."""
+    """The run's folder; without `run.dir`, `runs/<recipe>-<date-time>`, a new one.
+
+    A recipe's name that holds a path leads nowhere else; a clock set back, to no older run.
+    """
     if config.run.dir:
         return Path(config.run.dir).expanduser()
-    return Path("runs") / f"{config.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = re.sub(r"[^\w.+-]+", "-", config.recipe).strip(".-")[:80] or "run"
+    name = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = (name, *(f"{name}-{n}" for n in range(2, 100)))
+    free = (n for n in names if not (Path("runs") / n).exists())
+    return Path("runs") / next(free, name)
 
 
 def lock(folder: Path) -> Any:
@@ -62,12 +68,12 @@ def read_run(folder: str | Path) -> Run:
     """Read a run folder, also one that is being written; raises LeanError when it is none."""
     folder = Path(folder)
     try:
-        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        config = parse_yaml((folder / CONFIG).read_text(encoding="utf-8"), CONFIG)
     except FileNotFoundError as error:
         raise LeanError(
             f"{folder} is not a run: it has no {CONFIG}. Give a folder made by train."
         ) from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise LeanError(f"{folder} is not a run: its {CONFIG} cannot be read.") from error
     if not isinstance(config, dict):
         raise LeanError(f"{folder} is not a run: its {CONFIG} holds no settings.")
@@ -88,7 +94,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not isinstance(line, dict):
             break
@@ -97,9 +103,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_summary(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return summary if isinstance(summary, dict) else None
 

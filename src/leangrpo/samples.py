@@ -138,11 +138,12 @@ class Samples:
                     if c != 0.0:
                         target.add_(one.to(target.device), alpha=c)
             for x, g in kept.factors:
+                x, g, c_rows = _taking_part(x, g, coefficients, self.num)
                 device, dtype = sums[0].device, sums[0].dtype
                 if x is not None:
                     x = x.to(device, dtype if x.is_floating_point() else None)
-                c_rows = coefficients.to(device, dtype).repeat(len(g) // self.num)
-                scaled = g.to(device, dtype) * c_rows.view(-1, *[1] * (g.ndim - 1))
+                c = c_rows.to(device, dtype)
+                scaled = g.to(device, dtype) * c.view(-1, *[1] * (g.ndim - 1))
                 for target, one in zip(sums, layer.gradients(x, scaled, 1), strict=True):
                     target.add_(one[0])
             if not keep:
@@ -157,6 +158,18 @@ class Samples:
     def tensors(self) -> list[Tensor]:
         """All that is kept."""
         return [t for kept in self.kept.values() for t in kept.tensors()]
+
+
+def _taking_part(
+    x: Tensor | None, g: Tensor, coefficients: Tensor, num: int
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The rows of samples whose coefficient is not 0: 0 times what is not finite is no 0."""
+    c = coefficients.repeat(len(g) // num)
+    if bool((coefficients != 0).all()):
+        return x, g, c
+    at = c.nonzero().flatten()
+    some = at.to(g.device)
+    return None if x is None else x[at.to(x.device)], g[some], c[at]
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from .advantages import clipped_surrogate, surrogate_coefficient
 from .capture import Capture
 from .data import Transition
-from .errors import LeanError
+from .errors import LeanError, NonFiniteError
 from .gradients import Gradients, Local
 from .guard import Guard
 from .offload import Offload
@@ -42,7 +42,8 @@ Target = Guard | nn.Module | Iterable[nn.Module] | Any
 
 @dataclass(slots=True)
 class Statistics:
-    """What an update did. `loss` is the value of the clipped surrogate (plus KL); on-policy that
+    """What an update did. `excluded` trajectories had log-probabilities that are not finite, and no
+    part in the gradient. `loss` is the value of the clipped surrogate (plus KL); on-policy that
     is minus the mean advantage, so only its gradient says something."""
 
     loss: float = 0.0
@@ -50,6 +51,7 @@ class Statistics:
     num_backwards: int = 0
     num_replays: int = 0
     num_skipped: int = 0
+    excluded: int = 0
     ratio_error: float = 0.0
     ledger_bytes: int = 0
 
@@ -98,6 +100,8 @@ class Common:
     name: str
     needs_graph: bool
     streams = False
+    splits = False
+    """Whether the samples of a forward have gradients of their own."""
     capture: Capture | None = None
 
     def __init__(
@@ -130,6 +134,7 @@ class Common:
         self._scale = 1.0 / (num_samples * num_steps)
         self._kl_sum = 0.0
         self._known: dict[Hashable, float] = {}
+        self._finite: list[tuple[tuple[Hashable, ...], bool, Tensor]] = []
         self.statistics = Statistics()
         self._open = True
 
@@ -142,6 +147,40 @@ class Common:
     def _require_open(self, event: str) -> None:
         if not self._open:
             raise LeanError(f"schedule {self.name!r}: begin() comes before {event}().")
+
+    def _note(self, t: Transition) -> None:
+        """Remember whether a step is finite, without waiting for the device to know."""
+        if t.weight:
+            always = t.baseline is not None or bool(self.kl_coefficient)
+            self._finite.append((t.keys, always, t.log_prob.detach().isfinite()))
+
+    def _refuse_poisoned(self) -> None:
+        """Raise NonFiniteError where what is not finite has had a part in the gradient.
+
+        With an advantage of 0 it has none, unless there is a KL or a baseline, or the schedule
+        cannot tell it apart from others of its forward.
+        """
+        if not self._finite:
+            return
+        flags = iter(torch.cat([finite for *_, finite in self._finite]).tolist())
+        bad: set[Hashable] = set()
+        poisoned: set[Hashable] = set()
+        for keys, always, _ in self._finite:
+            here = {key for key in keys if not next(flags)}
+            bad |= here
+            mates = keys if here and not self.splits else here
+            if any(always or self._known.get(key, 0.0) for key in mates):
+                poisoned |= here
+        self._finite = []
+        self.statistics.excluded = len(bad)
+        if poisoned:
+            raise NonFiniteError(
+                f"schedule {self.name!r}: the log-probabilities of {len(poisoned)} trajectories "
+                f"are not finite, and the gradient is lost ({', '.join(map(str, [*poisoned][:3]))}"
+                "). Sample the update again without them; alone in a forward, or under reweight "
+                "and streaming, an advantage of 0 is enough.",
+                poisoned,
+            )
 
     def _learn(self, advantages: Mapping[Hashable, float]) -> None:
         self._require_open("advantages")
@@ -164,6 +203,7 @@ class Common:
 
     def _close(self) -> Statistics:
         self._open = False
+        self._refuse_poisoned()
         if self.kl_coefficient:
             self.statistics.kl = self._kl_sum * self._scale
             self.statistics.loss += self.kl_coefficient * self.statistics.kl
@@ -293,6 +333,7 @@ class Native(_Deferred):
     def transition(self, transition: Transition) -> None:
         """Remember a step sampled without gradients; its graph, if it has one, is dropped."""
         self._require_open("transition")
+        self._note(transition)
         self._pending.append(transition.without_graph())
 
     def _differentiate(self, t: Transition) -> None:
@@ -300,6 +341,9 @@ class Native(_Deferred):
             new = self.replay(t)
         new.weight, new.baseline = t.weight, t.baseline
         self.statistics.num_replays += 1
+        if t.weight == 0.0:  # it runs for others, and what it says may be anything
+            self._backward(new, torch.zeros_like(new.log_prob))
+            return
         ratio_error = (new.log_prob.detach() - t.log_prob).expm1().abs().max()
         self.statistics.ratio_error = max(self.statistics.ratio_error, float(ratio_error))
         tempered, form = 1.0, self.ratio
@@ -369,6 +413,7 @@ class Retain(_Deferred):
         """Keep a step with its graph. Raises StaleGraphError when the graph cannot be used."""
         self._require_open("transition")
         self.guard.accept(transition, self.name)
+        self._note(transition)
         self._pending.append(transition)
         if self.offload is not None:
             self.offload.cut()

@@ -16,7 +16,8 @@ from .scoring import Scores
 class Scoreboard:
     """Rewards, KL and advantages of an update, `(P, M)` float64; filled in where a rank knows them.
 
-    `owned` lists the (prompt, generation) pairs this rank has sampled.
+    `owned` lists the (prompt, generation) pairs that are this rank's, `bad` those of its
+    trajectories that turned out not to be finite.
     """
 
     def __init__(self, num_prompts: int, num_generations: int, names: Sequence[str]) -> None:
@@ -25,6 +26,7 @@ class Scoreboard:
         self.kl, self.advantages = torch.zeros_like(self.rewards), torch.zeros_like(self.rewards)
         self.each = {name: torch.zeros_like(self.rewards) for name in names}
         self.owned: list[tuple[int, int]] = []
+        self.bad: set[SampleKey] = set()
         self.excluded = 0
 
     def enter(self, prompt: int, generations: Sequence[int], scores: Scores) -> None:
@@ -35,6 +37,16 @@ class Scoreboard:
             self.each[name][at] = values
         self.owned += [(prompt, g) for g in generations]
         self.excluded += scores.excluded
+
+    def leave_out(self, prompt: int, generations: Sequence[int]) -> None:
+        """Write down that some generations of a prompt have no score."""
+        if not generations:
+            return
+        at = prompt, list(generations)
+        for values in (self.rewards, *self.each.values()):
+            values[at] = torch.nan
+        self.owned += [(prompt, g) for g in generations]
+        self.excluded += len(generations)
 
     def advantage(self, key: Hashable) -> float:
         """A sample's advantage."""

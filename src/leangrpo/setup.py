@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +16,14 @@ from .choice import Choice, configured
 from .collectives import Collectives
 from .compiling import compile_blocks, require_compiler
 from .components import denoisers
-from .config import Config, config_hash, differences, load_config, to_yaml
+from .config import Config, to_yaml
 from .credit import Credit, step_weights
 from .crew import Crew
+from .data import SampleKey
 from .datasets import Example, digest, read_examples
 from .ema import Ema
-from .errors import LeanError, problem
+from .errors import problem
 from .gradients import Gradients
-from .launch import resume_command
 from .layout import Layout, classic_layout, shared_layout
 from .loading import copy_denoisers, load_pipeline, make_trainable, place
 from .parallel import World, join, make_gradients, shard_denoiser
@@ -32,6 +31,7 @@ from .pipeline import Sampling
 from .policy import Policy
 from .recompute import set_checkpointing
 from .report import Onlooker, RunRecord
+from .resume import found_by_the_first, in_its_terms
 from .reweight import Reweight
 from .runfolder import run_folder
 from .schedules import Native, Retain, Schedule
@@ -50,7 +50,8 @@ class Setup:
     training's and those held out. `weights` `(T,)` multiply the steps' losses,
     `credit` gives advantages, `critic` a learned baseline. `start` counts updates already done.
     `whole` is false from an optimizer step until its update has been counted: the weights are then
-    no update's. `order` watches the collectives, if they are to be compared. `choice` is what
+    no update's. `left_out` are this update's trajectories that are not finite (see `exclusion`).
+    `order` watches the collectives, if they are to be compared. `choice` is what
     `schedule: auto` decided, where it did."""
 
     config: Config
@@ -78,6 +79,7 @@ class Setup:
     order: Collectives | None
     choice: Choice | None = None
     whole: bool = field(default=True, init=False)
+    left_out: frozenset[SampleKey] = field(default=frozenset(), init=False)
 
     def select(self, update: int, prompt: int = 0, generation: int = 0) -> Selection:
         """The steps of a generation of a prompt of an update."""
@@ -141,7 +143,7 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
     if resume and config.schedule == "auto":
         config = world.share(adopted(config, folder))
     config = before_auto(config)
-    found = _found_by_the_first(world, config, folder) if resume else None
+    found = found_by_the_first(world, config, folder) if resume else None
     examples, heldout = read_examples(config.prompts), read_examples(config.prompts, heldout=True)
     heldout = heldout[: config.evaluation.prompts]
     examples_digest = _check_examples(config, world, [*examples, *heldout], found)
@@ -190,7 +192,8 @@ def set_up(config: Config, *, resume: bool = False, quiet: bool = False) -> Setu
         record = Onlooker(folder)
     elif resume and (folder / "config.yaml").exists():
         kept = start if found else -1  # without a checkpoint everything is made again
-        record = RunRecord.resume(folder, kept, to_yaml(config), quiet=quiet)
+        text = in_its_terms(to_yaml(config), folder) if found else to_yaml(config)
+        record = RunRecord.resume(folder, kept, text, quiet=quiet)
     else:
         record = RunRecord.create(folder, to_yaml(config), quiet=quiet)
     if choice is not None:
@@ -441,47 +444,3 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise problem("run.device", name, "torch sees no CUDA device", "Use run.device=cpu.")
     return device
-
-
-def _found_by_the_first(world: World, config: Config, folder: Path) -> checkpoint.Checkpoint | None:
-    """What the first rank finds on its disk, or the mistake it finds there, on every rank."""
-    outcome: Any = None
-    if world.is_main:
-        try:
-            outcome = find_checkpoint(config, folder)
-        except LeanError as error:
-            outcome = error
-    outcome = world.share(outcome)
-    if isinstance(outcome, LeanError):
-        raise outcome
-    return outcome  # type: ignore[no-any-return]
-
-
-def find_checkpoint(config: Config, folder: Path) -> checkpoint.Checkpoint | None:
-    """The newest sound checkpoint of a run, None if it has none yet.
-
-    Raises LeanError when the settings that determine the numbers are not those it was made with.
-    """
-    if not (folder / "config.yaml").is_file():
-        raise problem(
-            "run.dir", str(folder), "there is no run to resume", "Leave out --resume to start one."
-        )
-    found, complaints = checkpoint.newest(folder / "checkpoints")
-    if complaints and found is None:
-        raise LeanError(
-            f"None of the checkpoints in {folder} can be read, and starting over would lose its "
-            f"record. The newest: {complaints[0]} Move {folder} away to start a new run."
-        )
-    for complaint in complaints:
-        print(f"warning: {complaint} Using an older one.", flush=True)
-    if found and found.update > config.updates:
-        rule = f"{found.update} updates are done already"
-        raise problem("updates", config.updates, rule, "Ask for as many or more.")
-    if found and found.state.get("config") != config_hash(config):
-        changed = differences(config, load_config(folder / "config.yaml"))
-        raise LeanError(
-            f"The run in {folder} was made with other settings "
-            f"({'; '.join(changed[:4]) or 'its config.yaml was changed'}): going on would not be "
-            f"the same run. Resume it with its own: {resume_command(folder)}"
-        )
-    return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +19,9 @@ from .checkpoint import Checkpoints, weights_sha256
 from .collectives import in_order
 from .config import Config, config_hash
 from .data import Transition
-from .errors import LeanError
+from .errors import LeanError, NonFiniteError
 from .evaluation import evaluate
+from .exclusion import until_finite
 from .fallback import until_it_fits
 from .interrupt import stop_requests
 from .parallel import whole
@@ -66,7 +68,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> dict[
             if _is_due(s, done):  # also one that a failure has left out
                 _evaluate(s, done)
             while done < config.updates and not world.any(interrupted.is_set()):
-                line = until_it_fits(one_update, s, done)
+                line = until_it_fits(partial(until_finite, one_update), s, done)
                 record.metrics(line)
                 done += 1
                 s.whole = True
@@ -106,6 +108,7 @@ def one_update(s: Setup, update: int) -> dict[str, Any]:
     With `rollout.parts` the prompts are split and each part has a step of its own; with
     `rollout.epochs` all parts are passed again. Only the first step is on-policy: the others run
     the model again at the weights they find, with the clipped ratio (paper, table 6).
+    Raises NonFiniteError, on all ranks, before the step of what `exclusion` can leave out.
     """
     c, watch = s.config.rollout, s.watch
     watch.reset()
@@ -118,6 +121,9 @@ def one_update(s: Setup, update: int) -> dict[str, Any]:
     s.schedule.begin(num_samples, num_steps)
     for part in reversed(range(c.parts)):  # the first last: its graphs wait for no other sampling
         roll_out(s, update, part, table, stored[part], last=part == 0)
+    if s.world.any(bool(table.bad)):
+        bad = [key for one in s.world.share_all(table.bad) for key in one]
+        raise NonFiniteError(f"{len(bad)} trajectories of update {update + 1} are not finite.", bad)
     line_steps = [finish_step(s, update, s.schedule, lean=s.schedule.needs_graph)]
     for _, part in steps[1:]:
         s.later.begin(num_samples, num_steps)
@@ -165,7 +171,7 @@ def step(s: Setup, update: int) -> tuple[float, bool]:
     """Clip and step; returns the gradient's norm before clipping and whether a step was made.
 
     An update whose groups all had equal rewards has no gradient: the optimizer is not stepped, as
-    its momentum would move the weights all the same. Raises LeanError for a non-finite gradient.
+    its momentum would move the weights all the same. Raises NonFiniteError for one not finite.
     """
     parameters = [p for p in s.policy.parameters if p.grad is not None]
     if not parameters:
@@ -173,7 +179,7 @@ def step(s: Setup, update: int) -> tuple[float, bool]:
     c = s.config.optimizer
     norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, c.max_grad_norm)))
     if not np.isfinite(norm):
-        raise LeanError(
+        raise NonFiniteError(
             f"The gradient of update {update + 1} is not finite. The weights are those of update "
             f"{update}. Lower optimizer.lr, or use model.dtype=float32."
         )
@@ -267,7 +273,7 @@ def _is_due(s: Setup, update: int) -> bool:
     if not s.heldout or not due:
         return False
     lines = read_lines(Path(s.record.folder) / EVALUATIONS) if s.world.is_main else []
-    return bool(s.world.share(all(line["update"] != update for line in lines)))
+    return bool(s.world.share(all(line.get("update") != update for line in lines)))
 
 
 def _evaluate(s: Setup, update: int) -> None:

@@ -91,7 +91,7 @@ def make_component(
     keeps its layers; the rest is as in `make_twin`.
     """
     library, name = entry
-    own = library in ("diffusers", "transformers") or "." in library
+    own = library.split(".")[0] in ("diffusers", "transformers")
     module = library if own else f"diffusers.pipelines.{library}"
     kind: Any = getattr(importlib.import_module(module), name)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
