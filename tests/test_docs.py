@@ -77,7 +77,7 @@ def test_command_line_parses(line: str) -> None:
     start = next(i for i, w in enumerate(words) if w == "leangrpo")
     name, *arguments = words[start + 1 :]
     command = get_command(app).commands[name]  # type: ignore[attr-defined]
-    if name == "recipes" and arguments:
+    if name in ("recipes", "audit") and arguments:
         command, arguments = command.commands[arguments[0]], arguments[1:]
     context = command.make_context(name, list(arguments))
     settings = list(context.params.get("settings") or [])

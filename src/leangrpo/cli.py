@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
+from .cli_audit import audit_app
 from .cli_measure import app as measuring
 from .cli_options import (
     AtUpdate,
@@ -212,6 +213,7 @@ def export(
 
 
 app.add_typer(measuring)
+app.add_typer(audit_app, name="audit")
 
 
 @app.command("serve-reward")
