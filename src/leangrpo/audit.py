@@ -319,7 +319,8 @@ class Audit:
             for name, value in differences(again).items():
                 number, example = found.get(name, (0, ""))
                 if name == "rounding":
-                    value = f"relative L2 {max(value, float(example.split()[-1] if example else 0)):.2e}"
+                    most = max(value, float(example.split()[-1]) if example else 0.0)
+                    value = f"up to a relative L2 of {most:.2e}"
                 found[name] = (number + 1, str(value))
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 TIMES = frozenset(
-    "timestep timesteps t r time times timestep_ratio sigma sigmas noise_labels c_noise".split()
+    ("timestep", "timesteps", "t", "r", "time", "times", "timestep_ratio")
+    + ("sigma", "sigmas", "noise_labels", "c_noise")
 )
 """Names that the time of a step has among the arguments of a denoiser."""
 LATENT, CONDITION = 64, 16
@@ -198,9 +199,9 @@ class Recorder:
             for name, value in inputs.items():
                 if len(parts) == 2 + CONDITIONS:
                     break
-                if name not in TIMES and isinstance(value, Tensor) and value.ndim > 1:
-                    if len(value) == batch:
-                        parts.append(self._sampled(value, batch, CONDITION))
+                plain = isinstance(value, Tensor) and value.ndim > 1 and name not in TIMES
+                if plain and len(value) == batch:
+                    parts.append(self._sampled(value, batch, CONDITION))
             made = torch.cat(parts, dim=1)
             made = nn.functional.pad(made, (0, WIDTH - made.shape[1]))
             weights = self._state()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -241,7 +242,7 @@ class Matcher:
         for unit in units:
             unit.known = self.known.has(unit) or all(key in seen for key in unit.keys)
             seen.update(unit.keys)
-        links = [_direction(a[-1], b[0]) for a, b in zip(levels, levels[1:], strict=False)]
+        links = [_direction(a[-1], b[0]) for a, b in pairwise(levels)]
         plain = Counter(
             d for d, a in zip(links, levels, strict=False) if d and not a[0].call.grad
         ) or Counter(d for d in links if d)
