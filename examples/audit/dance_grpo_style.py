@@ -103,7 +103,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--adopted", action="store_true")
-    parser.add_argument("--size", choices=["small", "large"], default="small")
+    parser.add_argument("--size", choices=["small", "large", "30M"], default="small")
     parser.add_argument("--together", action="store_true")
     for number, _ in enumerate(main(**vars(parser.parse_args()))):
         print(f"update {number + 1}")

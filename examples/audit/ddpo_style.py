@@ -24,7 +24,8 @@ class Trainer:
     def __init__(self, size: str = "small") -> None:
         self.unet, self.size = sd(size), sd(size).config.sample_size
         self.words = embeddings(self.unet)["encoder_hidden_states"]
-        self.scheduler = DDIMScheduler(beta_start=0.00085, beta_end=0.012, clip_sample=False)
+        options = {"beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
+        self.scheduler = DDIMScheduler(clip_sample=False, **options)
         self.scheduler.set_timesteps(STEPS)
         self.optimizer = torch.optim.AdamW(self.unet.parameters(), lr=1e-4)
 

@@ -8,6 +8,7 @@ again, so that there is nothing to adopt.
 
 import argparse
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from models import PROMPTS, embeddings, reward, sd3
@@ -45,7 +46,7 @@ class Trainer:
         sigmas = torch.linspace(1, 0, STEPS + 1)
         self.transformer.set_adapter("old")
         with torch.no_grad():
-            for t, following in zip(sigmas, sigmas[1:], strict=False):
+            for t, following in pairwise(sigmas):
                 x = x + self.velocity(x, t.expand(GROUP), prompts) * (following - t)
         r = (group_advantages(reward(x)[None])[0].clamp(-1, 1).to(x) + 1) / 2
         for _ in range(TRAINED):
@@ -82,6 +83,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--adopted", action="store_true")
-    parser.add_argument("--size", choices=["small", "large"], default="small")
+    parser.add_argument("--size", choices=["small", "large", "30M"], default="small")
     for number, _ in enumerate(main(**vars(parser.parse_args()))):
         print(f"update {number + 1}")

@@ -131,7 +131,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--adopted", action="store_true")
-    parser.add_argument("--size", choices=["small", "large"], default="small")
+    parser.add_argument("--size", choices=["small", "large", "30M"], default="small")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--store", metavar="FILE")

@@ -1,6 +1,7 @@
 """Random denoisers and prompts for the trainers of this folder: only what they cost is real.
 
-`small` takes milliseconds a call, which is for tests; `large` some tens, which is to measure with.
+`small` takes milliseconds a call, which is for tests; `large` some tens, which is to measure with;
+`30M` has as many parameters.
 """
 
 import torch
@@ -28,19 +29,20 @@ def sd(size: str = "small") -> UNet2DConditionModel:
 
 
 def sd3(size: str = "small") -> SD3Transformer2DModel:
-    """A Stable Diffusion 3 transformer: latents (4, 8, 8), large (4, 32, 32)."""
+    """A Stable Diffusion 3 transformer: latents (4, 8, 8), otherwise (4, 32, 32)."""
     torch.manual_seed(0)
-    heads, latent = {"small": (2, 8), "large": (4, 32)}[size]
+    sizes = {"small": (2, 2, 32, 8), "large": (2, 4, 32, 32), "30M": (6, 6, 64, 32)}
+    layers, heads, width, latent = sizes[size]
     return SD3Transformer2DModel(
         sample_size=latent,
         patch_size=2,
         in_channels=4,
         out_channels=4,
-        num_layers=2,
-        attention_head_dim=32,
+        num_layers=layers,
+        attention_head_dim=width,
         num_attention_heads=heads,
         joint_attention_dim=16,
-        caption_projection_dim=32 * heads,
+        caption_projection_dim=width * heads,
         pooled_projection_dim=16,
         pos_embed_max_size=16,
         qk_norm="rms_norm",

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-TIMES = frozenset(
-    ("timestep", "timesteps", "t", "r", "time", "times", "timestep_ratio")
-    + ("sigma", "sigmas", "noise_labels", "c_noise")
-)
+_TIMES = "timestep timesteps timestep_ratio t r time times sigma sigmas noise_labels c_noise"
+TIMES = frozenset(_TIMES.split())
 """Names that the time of a step has among the arguments of a denoiser."""
 LATENT, CONDITION = 64, 16
 """Elements of a row that are kept of the latent, and of each conditioning tensor."""
