@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 from models import PROMPTS, embeddings, reward, sd3
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 from leangrpo import group_advantages
 
@@ -23,15 +23,14 @@ class Trainer:
     """A transformer with two adapters: the one that is trained, and its past that samples."""
 
     def __init__(self, size: str = "small") -> None:
-        self.transformer = sd3(size).requires_grad_(False)
-        self.size = self.transformer.config.sample_size
-        for name in ("old", "default"):
-            config = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"])
-            self.transformer.add_adapter(config, adapter_name=name)
+        transformer = sd3(size)
+        self.size, self.words = transformer.config.sample_size, embeddings(transformer)
+        config = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"])
+        self.transformer = get_peft_model(transformer, config)
+        self.transformer.add_adapter("old", config)
         named = dict(self.transformer.named_parameters())
         self.trained = {n: p for n, p in named.items() if ".default." in n}
         self.old = [named[n.replace(".default.", ".old.")] for n in self.trained]
-        self.words = embeddings(self.transformer)
         self.optimizer = torch.optim.AdamW(self.trained.values(), lr=1e-3)
 
     def velocity(self, x: torch.Tensor, t: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:

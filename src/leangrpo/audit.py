@@ -154,9 +154,10 @@ class Audit:
             return result
 
         drawing.__name__ = getattr(original, "__name__", "drawing")
-        operation = torch.jit._builtins._find_builtin(original)
+        builtins: Any = torch.jit._builtins
+        operation = builtins._find_builtin(original)
         if operation is not None:  # for programs that script what they call
-            torch.jit._builtins._register_builtin(drawing, operation)
+            builtins._register_builtin(drawing, operation)
         return drawing
 
     def _called(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -298,16 +299,16 @@ class Audit:
         if not calls:
             return []
         whole = torch.cat([call.rows for call, _ in calls]).cpu().numpy()
-        norms = {id(n): n for call, _ in calls if (n := call.weights[1]) is not None}
+        norms = {id(call.weights[1]): call.weights[1] for call, _ in calls}
         values = {key: norm.cpu().numpy().tobytes() for key, norm in norms.items()}
         reads, at = [], 0
         for (call, before), probe in zip(calls, _probes([c for c, _ in calls]), strict=True):
             rows = whole[at : at + len(call.rows)]
             at += len(rows)
             _, norm, adapters = call.weights
-            state = (call.owner, probe, values.get(id(norm)), adapters)
+            state = (call.owner, probe, values[id(norm)], adapters)
             call.rows = call.rows[:0]  # give the device's memory back
-            call.weights = (call.rows, None, ())
+            call.weights = (call.rows, call.rows, ())
             reads.append(Read(call, rows, state, call.span.seconds(), before))
         return reads
 

@@ -31,7 +31,7 @@ PROBED, PROBES = 8, 4
 DEPTH = 40
 """Frames above a call in which a checkpointed function is looked for."""
 
-Weights = tuple[Tensor, Tensor | None, tuple[str, ...]]
+Weights = tuple[Tensor, Tensor, tuple[str, ...]]
 """Of a call: probes, the norms of all weights when they last seemed to change, active adapters."""
 
 
@@ -48,8 +48,10 @@ class Span:
         """Start the clock; on CUDA an event in the stream, which does not wait."""
         span = cls(time.perf_counter())
         if device.type == "cuda":
-            span.events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-            span.events[0].record()
+            event: Any = torch.cuda.Event
+            first, second = event(enable_timing=True), event(enable_timing=True)
+            first.record()
+            span.events = first, second
         return span
 
     def end(self) -> Span:
@@ -100,14 +102,14 @@ class Backward:
 
 
 @lru_cache(maxsize=256)
-def signature(kind: type) -> inspect.Signature:
+def signature(kind: Any) -> inspect.Signature:
     """The arguments of a class's `forward`, without self."""
-    whole = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    whole = inspect.signature(kind.forward)
     return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
 @lru_cache(maxsize=4096)
-def takes_time(kind: type) -> bool:
+def takes_time(kind: Any) -> bool:
     """Whether a class's `forward` has an argument for the time of a step."""
     try:
         return not TIMES.isdisjoint(signature(kind).parameters)
@@ -148,13 +150,18 @@ class Recorder:
         self._forward = signature(type(module))
         self._places: dict[tuple[int, int, torch.device], Tensor] = {}
         self.stale = True
-        self._versions, self._norms = -1, None
+        self._versions, self._norms = -1, torch.zeros(0)
+        self._ever: dict[int, nn.Parameter] = {}
         self.refresh()
 
     def refresh(self) -> None:
-        """Look anew which weights are trained and which layers drop out or carry adapters."""
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        self.weights = trained or list(self.module.parameters())
+        """Look anew which weights are trained and which layers drop out or carry adapters.
+
+        What was trained once stays so: adapters take turns in requiring gradients.
+        """
+        self.parameters = list(self.module.parameters())
+        self._ever |= {id(p): p for p in self.parameters if p.requires_grad}
+        self.weights = list(self._ever.values()) or self.parameters
         step = max(1, len(self.weights) // PROBED)
         self._probed = self.weights[::step][:PROBED]
         self._inside = {id(m) for m in self.module.modules()}
@@ -164,8 +171,8 @@ class Recorder:
         self.device = self.weights[0].device if self.weights else torch.device("cpu")
 
     def owns(self, ids: set[int]) -> bool:
-        """Whether one of the parameters with these ids is trained here."""
-        return any(id(p) in ids for p in self.weights)
+        """Whether one of the parameters with these ids is the network's."""
+        return any(id(p) in ids for p in self.parameters)
 
     def contains(self, module: nn.Module) -> bool:
         """Whether a module is a part of the network."""
@@ -173,7 +180,7 @@ class Recorder:
 
     def gradient_bytes(self) -> int:
         """Of the gradients of what is trained."""
-        return sum(p.numel() * p.element_size() for p in self.weights if p.requires_grad)
+        return sum(p.numel() * p.element_size() for p in self.parameters if p.requires_grad)
 
     def record(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, compiled: bool, drawn: int
@@ -207,7 +214,7 @@ class Recorder:
         autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off"
         return Call(
             id(self.module),
-            id(self.weights[0]) if self.weights else id(self.module),
+            id(self.parameters[0]) if self.parameters else id(self.module),
             made,
             rows[0].numel() // (batch if isinstance(latent, Tensor) else 1),
             str(rows[0].dtype).removeprefix("torch."),
@@ -242,13 +249,14 @@ class Recorder:
         if self.stale or versions != self._versions:
             local = [w for p in self.weights if (w := _local(p)).numel()]
             norms = torch._foreach_norm(local) if local else []
-            self._norms = torch.stack([n.float() for n in norms]) if local else None
+            self._norms = torch.stack([n.float() for n in norms]) if local else torch.zeros(0)
             self.stale, self._versions = False, versions
-        probes = []
+        probes: list[Tensor] = []
         for parameter in self._probed:
             flat = _local(parameter).flatten()
             probes.append(flat.index_select(0, self._even(len(flat), PROBES, flat.device)).float())
-        adapted, active = self._adapted, ()
+        adapted = self._adapted
+        active: tuple[str, ...] = ()
         if adapted is not None:
             active = () if adapted.disable_adapters else tuple(adapted.active_adapters)
         return torch.cat(probes) if probes else torch.zeros(0), self._norms, active

@@ -144,11 +144,8 @@ class Known:
             self._order.append((key, timed, entry))
         while len(self._order) > CAPACITY:
             key, timed, entry = self._order.popleft()
-            for table, at in ((self._exact, key), (self._timed, timed)):
-                entries: list[Entry] = table[at]  # type: ignore[index]
-                entries.remove(entry)
-                if not entries:
-                    del table[at]  # type: ignore[attr-defined]
+            _forget(self._exact, key, entry)
+            _forget(self._timed, timed, entry)
 
     def has(self, unit: Unit) -> bool:
         """Whether all rows of a unit were sampled, under one of their conditionings each."""
@@ -179,6 +176,12 @@ class Known:
             return None, 0.0
         least = min(distance for distance, _ in near)
         return _best([e for distance, e in near if distance == least], unit, row), least
+
+
+def _forget(table: dict[Any, list[Entry]], key: Hashable, entry: Entry) -> None:
+    table[key].remove(entry)
+    if not table[key]:
+        del table[key]
 
 
 def _best(entries: Iterable[Entry], unit: Unit, row: int) -> Entry:
@@ -243,10 +246,8 @@ class Matcher:
             unit.known = self.known.has(unit) or all(key in seen for key in unit.keys)
             seen.update(unit.keys)
         links = [_direction(a[-1], b[0]) for a, b in pairwise(levels)]
-        plain = Counter(
-            d for d, a in zip(links, levels, strict=False) if d and not a[0].call.grad
-        ) or Counter(d for d in links if d)
-        way = plain.most_common(1)[0][0] if plain else 0
+        ways = Counter(direction for direction in links if direction)
+        way = ways.most_common(1)[0][0] if ways else 0
         runs: list[list[list[Unit]]] = []
         for number, level in enumerate(levels):
             if number and links[number - 1] == way != 0:
@@ -266,10 +267,11 @@ class Matcher:
                 following = run[number + 1] if number + 1 < len(run) else []
                 starting = bool(following) and not following[0].known
                 for unit in level:
+                    new = not unit.known or (number == 0 and starting)  # some start from one noise
                     if unit.call.grad:
-                        unit.kept = not unit.known and (sampled or not self._rollouts)
+                        unit.kept = new and (sampled or not self._rollouts)
                     else:
-                        unit.chained = not unit.known or (number == 0 and starting)
+                        unit.chained = new
                     unit.starts = number == 0 and (unit.kept or unit.chained)
 
 

@@ -142,6 +142,8 @@ class Report:
         number = {kind: self.total(kind).transitions for kind in KINDS}
         if number["redundant"]:
             return "recomputes"
+        if not (self.total("backward").calls or any(s.stepped for s in self.steps)):
+            return "samples only" if any(number.values()) else "nothing"
         gradients = {k: number[k] for k in ("elsewhere", "kept", "fresh", "changed")}
         kind = max(gradients, key=lambda k: gradients[k])
         if not gradients[kind]:
