@@ -385,3 +385,12 @@ def test_what_cannot_be_read_does_not_stop_the_program(net: Net, monkeypatch: An
     with watch(net) as audit:
         assert net(torch.zeros(1, 80), torch.zeros(1)).shape == (1, 80)
     assert audit.report.failures == {"ZeroDivisionError: no": 1}
+
+
+def test_the_seconds_of_a_step_hold_those_of_its_calls(net: Net) -> None:
+    """The auditor's own seconds are left out of a step, once."""
+    report = one_update(net)
+    for step in report.steps:
+        parts = [t.seconds for kind, t in step.kinds.items() if kind != "recomputed"]
+        assert 0 < sum(parts) <= step.seconds
+    assert 0 < report.redundant_share < 1

@@ -199,7 +199,7 @@ class Audit:
             return core is self._module
         kind = type(core)
         if self._name is None:
-            wanted = takes_time(kind)
+            wanted = _timed(core)
             if core is module:
                 self._kinds[kind] = wanted
             return wanted
@@ -245,7 +245,9 @@ class Audit:
         if trained and graded:
             self._trained |= trained
             self._flush(start, stepped=True)
-        self._took(start)
+            self.report.own_seconds += time.perf_counter() - start  # between two steps: of neither
+        else:
+            self._took(start)
 
     def finish(self) -> Report:
         """Count what came after the last optimizer step too; returns the report."""
@@ -351,7 +353,12 @@ def _core(module: nn.Module) -> nn.Module:
     """What a wrapper of torch's (compile, DDP) calls; with the wrapper watched, it is."""
     module, _ = unwrapped(module)
     inner = getattr(module, "module", None)
-    return _core(inner) if isinstance(inner, nn.Module) and not takes_time(type(module)) else module
+    return _core(inner) if isinstance(inner, nn.Module) and not _timed(module) else module
+
+
+def _timed(module: nn.Module) -> bool:
+    kind: Any = type(module)
+    return takes_time(kind)
 
 
 def _is_called(module: nn.Module, name: str) -> bool:

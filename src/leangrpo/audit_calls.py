@@ -147,7 +147,8 @@ class Recorder:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._forward = signature(type(module))
+        kind: Any = type(module)
+        self._forward = signature(kind)
         self._places: dict[tuple[int, int, torch.device], Tensor] = {}
         self.stale = True
         self._versions, self._norms = -1, torch.zeros(0)
