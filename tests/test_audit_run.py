@@ -94,8 +94,8 @@ def test_the_programs_ending_is_passed_on(
 
 def test_modules(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(program.parent)
-    ended = leangrpo("audit", "run", "-m", "trainer_of_mine", "4", "0")
-    assert (ended.code, ended.out) == (0, "arguments ['4', '0']\n")
+    ended = leangrpo("audit", "run", "-m", "trainer_of_mine", "--steps", "4", "0")
+    assert (ended.code, ended.out) == (0, "arguments ['--steps', '4', '0']\n")
     assert "12" in ended.err
 
 

@@ -20,19 +20,21 @@ def _audit() -> None:
 
 
 @audit_app.command(
-    context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
+    # What follows the program's name is the program's, options too.
+    context_settings={"allow_interspersed_args": False},
 )
 def run(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SCRIPT [ARGS]...", help="The program and its arguments.", show_default=False
+            metavar="SCRIPT|MODULE [ARGS]...",
+            help="The program and its arguments.",
+            show_default=False,
         ),
     ] = None,
-    module_name: Annotated[
-        str | None,
-        typer.Option("-m", metavar="MODULE", help="Run a module, as python -m does."),
-    ] = None,
+    is_module: Annotated[
+        bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")
+    ] = False,
     network: Annotated[
         str | None,
         typer.Option(
@@ -62,19 +64,19 @@ def run(
     torchrun --nproc-per-node 8 -m leangrpo audit run train.py
     """
     arguments = list(words or [])
-    if module_name is None and not arguments:
+    if not arguments:
         raise LeanError("`leangrpo audit run` needs a program: SCRIPT [ARGS], or -m MODULE [ARGS].")
     if fail_above is not None and not 0 <= fail_above < 1:
         raise problem("--fail-above", fail_above, "it must be at least 0 and below 1")
     check_writable(json_file)
-    script = module_name if module_name is not None else arguments.pop(0)
+    script = arguments.pop(0)
     from .audit_run import check_script, run_audited
 
-    check_script(script, module_name is not None)
+    check_script(script, is_module)
     code = run_audited(
         script,
         arguments,
-        is_module=module_name is not None,
+        is_module=is_module,
         name=network,
         json_file=json_file,
         fail_above=fail_above,
