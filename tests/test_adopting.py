@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from leangrpo import Retain, Reweight
+from leangrpo import LeanError, Retain, Reweight
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "adopting"
@@ -59,10 +59,10 @@ def test_same_gradients(style: str, schedule: type, dtype: torch.dtype) -> None:
 
 
 def test_without_the_rows_a_batch_is_refused() -> None:
-    """What forgets `capture` is told so, and gets no gradient of mixed samples."""
+    """What forgets `capture` gets an error, and no gradient of mixed samples."""
     module = load("flow_grpo_after")
     module.capture = lambda schedule, rows: module.nullcontext()
-    with pytest.raises(Exception, match="capture"):
+    with pytest.raises(LeanError, match="not sampled inside its `capture`"):
         next(module.train(1, schedule_type=Reweight))
 
 

@@ -1,6 +1,8 @@
 """The loop of dance_grpo_before.py without the second forward.
 
-python examples/adopting/dance_grpo_after.py
+    python examples/adopting/dance_grpo_after.py
+
+Its gradient is that of the loop before, which the tests compare.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
 """A loop in the style of DanceGRPO: flat, sample by sample, some steps of each in its own order.
 
-python examples/adopting/dance_grpo_before.py
+    python examples/adopting/dance_grpo_before.py
+
+dance_grpo_after.py is the same loop without the second run.
 """
 
 from collections.abc import Iterator

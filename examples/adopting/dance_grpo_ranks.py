@@ -12,8 +12,8 @@ import argparse
 import torch
 import torch.distributed as dist
 from dance_grpo_before import GROUP, STEPS, TRAINED, dance_step
-from toy import embeddings, reward, transformer
 from torch.distributed.fsdp import fully_shard
+from toy import embeddings, reward, transformer
 
 from leangrpo import Reweight, Transition
 from leangrpo.gradients import Replicated, Sharded

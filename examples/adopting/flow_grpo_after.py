@@ -1,6 +1,8 @@
 """The loop of flow_grpo_before.py without the second forward.
 
-python examples/adopting/flow_grpo_after.py
+    python examples/adopting/flow_grpo_after.py
+
+Its gradient is that of the loop before, which the tests compare.
 """
 
 import math

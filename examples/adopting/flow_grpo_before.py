@@ -1,6 +1,8 @@
 """A loop in the style of FlowGRPO: sample, then run the network again on every trained step.
 
-python examples/adopting/flow_grpo_before.py
+    python examples/adopting/flow_grpo_before.py
+
+flow_grpo_after.py is the same loop without the second run.
 """
 
 import math

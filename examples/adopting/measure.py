@@ -1,6 +1,8 @@
 """What the change is worth: updates before and after in turn, and the ratio of their seconds.
 
-python examples/adopting/measure.py
+    python examples/adopting/measure.py
+
+On one thread, as otherwise cores that are shared with others decide.
 """
 
 import statistics

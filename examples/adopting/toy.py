@@ -23,7 +23,6 @@ def transformer(size: str = "small", *, lora: bool = False) -> SD3Transformer2DM
         caption_projection_dim=width * heads,
         pooled_projection_dim=16,
         pos_embed_max_size=16,
-        qk_norm="rms_norm",
     )
     if lora:
         model.requires_grad_(False)
