@@ -116,13 +116,14 @@ class Reweight(Common):
         seed = torch.full_like(t.log_prob, t.weight)
         with self.capture.into(step):
             self._run(t, t.log_prob, seed, again=kl_seed is not None)
-        self.capture.refuse(self.gradients.take())
+        alone = self.gradients.take()
         if not self.capture.seen:
             raise LeanError(
                 f"schedule {self.name!r} got {len(t.keys)} samples in one transition that were not "
                 "sampled inside its `capture`: it needs a gradient per sample. Sample one at a "
                 "time, use `with schedule.capture(rows):` around the network, or schedule 'retain'."
             )
+        self.capture.refuse(alone)
         if step is not None and t.baseline is not None:
             shares = t.baseline.detach().to("cpu", torch.float64) * self._scale
             ledger.add_samples(step, shares)  # the baseline's share does not wait
