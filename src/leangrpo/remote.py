@@ -75,7 +75,7 @@ class RemoteReward:
     def check(self) -> None:
         """Ask the server whether it is there; raises LeanError if none answers, or refuses."""
         try:
-            status, _ = self._ask("GET", None, CHECK_S, 1 << 16)
+            status, _ = self.ask("GET", None, CHECK_S, 1 << 16)
         except RewardError as error:
             remedy = "Start it: leangrpo serve-reward NAME, with the host and the port of this URL."
             raise problem("rewards", self.url, f"no server answers ({error})", remedy) from error
@@ -95,7 +95,7 @@ class RemoteReward:
 
         body = encode(images, prompts, metadata)
         limit = (1 << 16) + 64 * len(prompts)  # a number is at most some 25 characters
-        status, answer = self._ask("POST", body, self.timeout, limit)
+        status, answer = self.ask("POST", body, self.timeout, limit)
         if status == 429 or status >= 500:
             raise UnavailableError(f"the server answered HTTP {status}{_said(answer)}")
         if status in (401, 403):
@@ -104,7 +104,7 @@ class RemoteReward:
             raise RewardError(f"the server answered HTTP {status}{_said(answer)}")
         return _scores(answer)
 
-    def _ask(
+    def ask(
         self, method: str, body: bytes | None, timeout: float | None, limit: int
     ) -> tuple[int, bytes]:
         """The status and the body of an answer of at most `limit` bytes."""
