@@ -133,6 +133,25 @@ def weigh_each(rewards: Sequence[Tensor], weights: Sequence[float], **options: A
     return total if clip is None else total.clamp(-clip, clip)
 
 
+def gdpo(rewards: Sequence[Tensor], weights: Sequence[float], **options: Any) -> Tensor:
+    """Each reward `(P, M)` normalised on its own, their weighted sum, and that over the update.
+
+    `options` are those of `group_advantages`, the first time; the second time mean and deviation
+    are those of all sums, with the same `ddof`, `epsilon` and `clip`. A sample without one of its
+    rewards has none; a group that is flat in all of them gets exactly 0. Source: Flow-Factory,
+    `advantage_processor.py`, `gdpo` (there the deviation is at least 1e-6, nothing is added).
+    """
+    clip = options.pop("clip", 5.0)
+    rewards = without_missing(rewards)
+    total = torch.zeros_like(rewards[0], dtype=torch.float64)
+    for reward, weight in zip(rewards, weights, strict=True):
+        total += weight * group_advantages(reward, clip=None, **options)
+    total = torch.where(torch.isfinite(rewards[0]), total, math.nan)
+    again = {name: options[name] for name in ("ddof", "epsilon") if name in options}
+    whole = group_advantages(total, baseline="global", clip=clip, **again)
+    return torch.where((total.nan_to_num() == 0).all(1, keepdim=True), 0.0, whole)
+
+
 def without_missing(rewards: Sequence[Tensor]) -> list[Tensor]:
     """The rewards with NaN in all of them where one is not finite."""
     missing = ~torch.isfinite(torch.stack(list(rewards))).all(0)

@@ -26,7 +26,7 @@ class Entry:
     """What one built-in reward is: the `options` it reads, `needs` without a default, `defaults`.
 
     `network`: it loads one, which `device`, `dtype` and `offload` place. `groupwise`: it sees all
-    pictures of a prompt at once.
+    pictures of a prompt at once. `batches`: it reads `batch_size` itself.
     """
 
     options: tuple[str, ...] = ()
@@ -34,6 +34,7 @@ class Entry:
     defaults: dict[str, str] = field(default_factory=dict)
     network: bool = False
     groupwise: bool = False
+    batches: bool = False
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -51,11 +52,13 @@ CATALOGUE: dict[str, Entry] = {
         ("model", "tokenizer"),
         defaults={"model": "yuvalkirstain/PickScore_v1", "tokenizer": CLIP_H},
         network=True,
+        batches=True,
     ),
     "hpsv2": Entry(
         ("model", "weights", "tokenizer"),
         defaults={"model": CLIP_H, "weights": "xswu/HPSv2/HPS_v2.1_compressed.pt"},
         network=True,
+        batches=True,
     ),
     "hpsv3": Entry(
         ("model", "weights", "template"),
@@ -65,6 +68,7 @@ CATALOGUE: dict[str, Entry] = {
             "weights": "MizzenAI/HPSv3/HPSv3.safetensors",
         },
         network=True,
+        batches=True,
     ),
     "imagereward": Entry(
         ("weights", "tokenizer"),
@@ -73,8 +77,11 @@ CATALOGUE: dict[str, Entry] = {
             "tokenizer": "google-bert/bert-base-uncased",
         },
         network=True,
+        batches=True,
     ),
-    "clipscore": Entry(("model", "tokenizer"), defaults={"model": CLIP_L}, network=True),
+    "clipscore": Entry(
+        ("model", "tokenizer"), defaults={"model": CLIP_L}, network=True, batches=True
+    ),
     "aesthetic": Entry(
         ("model", "weights"),
         defaults={
@@ -82,6 +89,7 @@ CATALOGUE: dict[str, Entry] = {
             "weights": "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth",
         },
         network=True,
+        batches=True,
     ),
     "similarity": Entry(
         ("model", "reference"), defaults={"model": CLIP_L, "reference": "image"}, network=True
@@ -90,11 +98,13 @@ CATALOGUE: dict[str, Entry] = {
         ("model", "clip"),
         defaults={"model": "hustvl/yolos-base", "clip": CLIP_L},
         network=True,
+        batches=True,
     ),
     "judge": Entry(
         ("url", "model", "template", "pattern"),
         needs=("url", "model"),
         defaults={"pattern": r"Final Score:\s*([0-9]+(?:\.[0-9]+)?)"},
+        batches=True,
     ),
     "preference": Entry(
         ("url", "model", "template", "pattern"),

@@ -13,15 +13,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from .catalogue import CATALOGUE, OPTIONS, REMOTE
 from .complaints import did_you_mean
 from .config import EMBEDDED_PIPELINES, Config, load_object, read_text
 from .datasets import read_examples
 from .errors import LeanError, problem
 from .remote import check_url, is_url
 from .settings import Reward
-
-# Names only; `rewards` has the functions, and a test holds the two together.
-REWARDS = ("ocr", "ocr_log_prob", "ocr_exact", "jpeg_compressibility", "jpeg_incompressibility")
 
 # Arguments of a pipeline's call that follow from other settings or that the trainer itself needs.
 RESERVED_CALL = {
@@ -237,13 +235,13 @@ def _check_advantage(config: Config) -> Iterator[LeanError]:
     if a.std != fitting:
         rule = f"with advantage.baseline={a.baseline} it must be {fitting}"
         yield problem("advantage.std", a.std, rule)
-    if a.rewards == "each" and a.baseline in ("history", "value"):
+    if a.rewards != "sum" and a.baseline in ("history", "value"):
         rule = f"advantage.baseline={a.baseline} has one reward"
         yield problem("advantage.rewards", a.rewards, rule, "Set it to sum.")
-    if a.rewards == "each" and o.kl_in_reward:
+    if a.rewards != "sum" and o.kl_in_reward:
         rule = "there is no sum for the KL to be subtracted from"
         yield problem("objective.kl_in_reward", o.kl_in_reward, rule, "Set advantage.rewards=sum.")
-    if a.rewards == "each" and sum(r.weight for r in config.rewards) <= 0:
+    if a.rewards == "each" and sum(r.weight for r in config.trained) <= 0:
         rule = "with advantage.rewards=each the weights are divided by their sum"
         yield problem("rewards", [r.weight for r in config.rewards], rule, "Make it positive.")
     if a.min_history > a.history:
@@ -286,6 +284,9 @@ def not_affine(config: Config) -> tuple[str, object, str, str] | None:
     if a.best_of is not None:
         rule = "schedule streaming forgets the gradients it would have to leave out"
         return "advantage.best_of", a.best_of, rule, "Set it to null"
+    if a.rewards == "gdpo":
+        rule = "schedule streaming cannot normalise a sum again"
+        return "advantage.rewards", a.rewards, rule, "Set it to each or sum"
     if a.baseline == "history":
         rule = "schedule streaming needs statistics of the update's own rewards"
         return "advantage.baseline", a.baseline, rule, "Take prompt or global"
@@ -300,7 +301,7 @@ def not_affine(config: Config) -> tuple[str, object, str, str] | None:
     else:
         bound = math.sqrt((num - 1) * (num - a.ddof) / num)
     if a.rewards == "each":
-        weights = [w.weight for w in config.rewards]
+        weights = [w.weight for w in config.trained]
         bound *= sum(map(abs, weights)) / abs(sum(weights) or 1.0)
     if bound <= a.clip:
         return None
@@ -398,22 +399,97 @@ def _check_rewards(config: Config) -> Iterator[LeanError]:
     lists = {"rewards": config.rewards, "evaluation.rewards": config.evaluation.rewards}
     for where, rewards in lists.items():
         for n, reward in enumerate(rewards):
-            yield from _check_reward(f"{where}.{n}.name", reward)
+            yield from check_reward(f"{where}.{n}", reward)
             if reward.name in (r.name for r in rewards[:n]):
                 yield problem(f"{where}.{n}.name", reward.name, "it is listed twice")
-    if all(reward.weight == 0 for reward in config.rewards):
+            if reward.sees_groups and (reward.evaluate_only or where != "rewards"):
+                rule = "it compares the pictures of a prompt, and a held-out prompt has one"
+                yield problem(f"{where}.{n}.name", reward.name, rule)
+    if not config.trained:
+        rule = "every one is evaluate_only, and nothing is left to train on"
+        yield problem("rewards", [r.name for r in config.rewards], rule)
+    elif all(reward.weight == 0 for reward in config.trained):
         yield problem("rewards", [r.name for r in config.rewards], "every weight is 0")
+    groupwise = [r.name for r in config.trained if r.sees_groups]
+    if groupwise and config.schedule in ("streaming", "auto"):
+        rule = f"reward `{groupwise[0]}` needs a whole group, and streaming cannot wait for it"
+        remedy = "Take retain, reweight or native."
+        yield problem("schedule", config.schedule, rule, remedy)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if groupwise and ranks > 1 and config.parallel.layout == "shared":
+        rule = f"reward `{groupwise[0]}` needs a whole group on one rank"
+        yield problem("parallel.layout", "shared", rule, "Set parallel.layout=classic.")
 
 
-def _check_reward(setting: str, reward: Reward) -> Iterator[LeanError]:
-    if ":" in reward.name:
+def check_reward(where: str, reward: Reward) -> Iterator[LeanError]:
+    """What is wrong with one reward's settings, in the words of the setting `where`."""
+    name, entry = reward.name, CATALOGUE.get(reward.name)
+    if ":" in name:
         try:
-            (check_url if is_url(reward.name) else load_object)(setting, reward.name)
+            (check_url if is_url(name) else load_object)(f"{where}.name", name)
         except LeanError as error:
             yield error
-    elif reward.name not in REWARDS:
-        remedy = did_you_mean(reward.name, REWARDS) or f"Names: {', '.join(REWARDS)}."
-        yield problem(setting, reward.name, "no reward has this name", remedy)
+    elif entry is None:
+        remedy = did_you_mean(name, CATALOGUE) or f"Names: {', '.join(CATALOGUE)}."
+        yield problem(f"{where}.name", name, "no reward has this name", remedy)
+        return
+    elsewhere = reward.url is not None and name in REMOTE
+    reads = ("url",) if elsewhere else entry.reads if entry else ()
+    for option in OPTIONS:
+        value = getattr(reward, option)
+        if value != type(reward).model_fields[option].default and option not in reads:
+            rule = f"reward `{name}` does not read it"
+            yield problem(f"{where}.{option}", value, rule, "Leave it out.")
+    for option in () if elsewhere or entry is None else entry.needs:
+        if getattr(reward, option) is None:
+            yield problem(f"{where}.{option}", None, f"reward `{name}` needs it")
+    if entry is not None and reward.groupwise and not entry.groupwise and not elsewhere:
+        yield problem(f"{where}.groupwise", True, f"reward `{name}` sees one picture at a time")
+    yield from _check_sources(where, reward)
+
+
+def _check_sources(where: str, reward: Reward) -> Iterator[LeanError]:
+    """Files, folders, hub ids, URLs and patterns of a reward."""
+    if reward.url is not None:
+        try:
+            check_url(f"{where}.url", reward.url)
+        except LeanError as error:
+            yield error
+    names = ("tokenizer", "clip") if reward.url else ("model", "tokenizer", "clip")
+    for option in names:
+        source = getattr(reward, option)
+        if source and not Path(source).expanduser().is_dir():
+            if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
+                rule = "there is no such folder, and it has not the form of a hub id"
+                yield problem(f"{where}.{option}", source, rule)
+        elif source and not any((Path(source).expanduser()).glob("*.json")):
+            rule = "the folder has no JSON file, so it holds no model"
+            yield problem(f"{where}.{option}", source, rule, "Save one with save_pretrained.")
+    if (source := reward.weights) and not Path(source).expanduser().is_file():
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+/[\w./-]+", source) or source.startswith("."):
+            rule = "there is no such file, and it has not the form owner/repository/file"
+            yield problem(f"{where}.weights", source, rule)
+    if reward.template:
+        try:
+            text = read_text(f"{where}.template", Path(reward.template).expanduser())
+        except LeanError as error:
+            yield error
+        else:
+            if "{prompt}" not in text:
+                rule = "it does not hold {prompt}, which stands for the prompt"
+                yield problem(f"{where}.template", reward.template, rule)
+            if reward.name == "hpsv3" and text.count("<|Reward|>") != 1:
+                rule = "it must hold <|Reward|> once, where the score is read"
+                yield problem(f"{where}.template", reward.template, rule)
+    if reward.pattern is not None:
+        try:
+            groups = re.compile(reward.pattern).groups
+        except re.error as error:
+            yield problem(f"{where}.pattern", reward.pattern, f"it is no pattern: {error}")
+        else:
+            if groups < 1:
+                rule = "it needs a group ( ) around the verdict"
+                yield problem(f"{where}.pattern", reward.pattern, rule)
 
 
 def _check_scoring(config: Config) -> Iterator[LeanError]:

@@ -139,7 +139,7 @@ def workload(
         waves=layout.waves,
         parts=r.parts,
         epochs=r.epochs,
-        whole=a.std == "global" or a.baseline in ("global", "history"),
+        whole=a.std == "global" or a.baseline in ("global", "history") or a.rewards == "gdpo",
         joint=o.needs_reference or (shards > 1 and config.selection.per != "update"),
         reference=o.needs_reference,
         kl_loss=o.kl > 0,
@@ -148,7 +148,7 @@ def workload(
         ranks=layout.ranks,
         shards=shards,
         workers=config.scoring.workers,
-        sums=1 + (len(config.rewards) if a.rewards == "each" else 1),
+        sums=1 + (len(config.trained) if a.rewards == "each" else 1),
     )
 
 

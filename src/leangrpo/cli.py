@@ -34,6 +34,7 @@ from .cli_options import (
     run_dir,
     write_json,
 )
+from .cli_score import score
 from .config import described, load_config, recipe_names, recipe_text, to_yaml
 from .errors import LeanError, problem
 from .launch import check_for, complain, die_with_launcher, expect_interrupts, only_alone
@@ -216,6 +217,7 @@ def export(
 app.add_typer(measuring)
 app.add_typer(audit_app, name="audit")
 audit_app.command()(manifest)
+app.command()(score)
 
 
 @app.command("serve-reward")
@@ -239,9 +241,10 @@ def serve_reward(
     leangrpo train 'rewards=[{name: "http://127.0.0.1:8000"}]'
     """
     only_alone("serve-reward")
+    from .cli_score import reward_of
     from .serve import serve
 
-    serve(name, host, port, token=token, workers=workers)
+    serve(reward_of("NAME", name)[0], host, port, token=token, workers=workers)
 
 
 @recipes.callback()

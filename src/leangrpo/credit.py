@@ -10,6 +10,7 @@ from torch import Tensor
 from .advantages import (
     History,
     best_of,
+    gdpo,
     group_advantages,
     subtract_kl,
     weigh_each,
@@ -28,8 +29,9 @@ class Credit:
 
     def __init__(self, config: Config) -> None:
         self.c, self.kl_in_reward = config.advantage, config.objective.kl_in_reward
-        self.weights = {r.name: r.weight for r in config.rewards}
+        self.weights = {r.name: r.weight for r in config.trained}
         self.whole = self.c.std == "global" or self.c.baseline in ("global", "history")
+        self.whole |= self.c.rewards == "gdpo"
         self.history = History(self.c.history, self.c.min_history)
 
     @property
@@ -77,8 +79,9 @@ class Credit:
             advantages = self.history.update(prompts, rewards, **options)
         else:
             options |= {"baseline": self.c.baseline, "std": self.c.std}
-            if self.c.rewards == "each":
-                advantages = weigh_each(
+            if self.c.rewards in ("each", "gdpo"):
+                weigh = weigh_each if self.c.rewards == "each" else gdpo
+                advantages = weigh(
                     [each[name] for name in self.weights], list(self.weights.values()), **options
                 )
             else:

@@ -16,10 +16,12 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from .catalogue import REMOTE
 from .errors import LeanError, RewardError, UnavailableError, problem
 from .processes import ProcessWorker
 from .remote import RemoteReward, is_url
 from .rewards import Reward, load_reward
+from .settings import Reward as RewardSettings
 from .settings import Scoring
 from .workers import GRACE_S, Job, LostError, ThreadWorker, Worker
 
@@ -36,23 +38,25 @@ class Crew:
     Raises LeanError for a reward that cannot be loaded, and a server that does not answer.
     """
 
-    def __init__(self, rewards: Sequence[str | Reward], scoring: Scoring) -> None:
+    def __init__(self, rewards: Sequence[str | RewardSettings | Reward], scoring: Scoring) -> None:
         self.scoring = scoring
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._work: SimpleQueue[tuple[Future[Any], Callable[[Call], Any]] | None] = SimpleQueue()
-        names = list(dict.fromkeys(map(name_of, rewards)))
-        for url in filter(is_url, names):
+        named = {name_of(reward): reward for reward in rewards}
+        for url in filter(None, map(_server_of, named.values())):
             RemoteReward(url).check()
         if scoring.processes:
-            own = [name_of(reward) for reward in rewards if not isinstance(reward, str)]
+            specs = [r for r in named.values() if isinstance(r, str | RewardSettings)]
+            own = [name for name, reward in named.items() if reward not in specs]
             if own:
                 rule = f"`{own[0]}` is given as an object, and a process loads a reward by its name"
                 raise problem("scoring.processes", True, rule, "Name it as module:function.")
-            self._make: Callable[[], Worker] = partial(ProcessWorker, names, scoring.timeout)
+            self._make: Callable[[], Worker] = partial(ProcessWorker, specs, scoring.timeout)
         else:
             patience = None if scoring.timeout is None else 2 * scoring.timeout
             loaded = {
-                name_of(r): load_reward(r, patience) if isinstance(r, str) else r for r in rewards
+                name: load_reward(r, patience) if isinstance(r, str | RewardSettings) else r
+                for name, r in named.items()
             }
             self._make = partial(ThreadWorker, loaded)
         self._workers: list[Worker | None] = [self._make() for _ in range(scoring.workers)]
@@ -162,11 +166,21 @@ class Crew:
             worker.end(kindly=False)
 
 
-def name_of(reward: str | Reward) -> str:
+def name_of(reward: str | RewardSettings | Reward) -> str:
     """A reward's name: its own, or that of its class."""
     if isinstance(reward, str):
         return reward
+    if isinstance(reward, RewardSettings):
+        return reward.name
     return str(getattr(reward, "__name__", type(reward).__name__))
+
+
+def _server_of(reward: str | RewardSettings | Reward) -> str | None:
+    """The URL of a reward's server of this project's form, if it has one."""
+    if isinstance(reward, RewardSettings) and reward.url is not None:
+        return reward.url if reward.name in REMOTE else None
+    name = name_of(reward)
+    return name if is_url(name) else None
 
 
 def _shown(prompts: Sequence[str]) -> str:

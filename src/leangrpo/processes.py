@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .errors import LeanError, RewardError, UnavailableError
 from .rewards import call_reward, load_reward, sharing
+from .settings import Reward as Settings
 from .workers import GRACE_S, Job, LostError
 
 LONGEST = 1 << 26
@@ -32,7 +33,7 @@ class ProcessWorker:
     `timeout` is that of calls: a reward on a server frees its connection after twice as long.
     """
 
-    def __init__(self, names: Sequence[str], timeout: float | None) -> None:
+    def __init__(self, names: Sequence[str | Settings], timeout: float | None) -> None:
         spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may lock up
         self._pipe, theirs = spawn.Pipe()
         patience = None if timeout is None else 2 * timeout
@@ -108,14 +109,19 @@ class ProcessWorker:
         return f"process {pid} was ended by {name}{why}"
 
 
-def _work(pipe: Connection, names: list[str], patience: float | None, threads: int) -> None:
+def _work(
+    pipe: Connection, names: list[str | Settings], patience: float | None, threads: int
+) -> None:
     """What the process does: load the rewards, then call them until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the trainer ends this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_leave_with_trainer, daemon=True).start()
     torch.set_num_threads(threads)  # sums are bitwise the same only for one number of threads
     try:
-        rewards = {name: load_reward(name, patience) for name in names}
+        rewards = {
+            name if isinstance(name, str) else name.name: load_reward(name, patience)
+            for name in names
+        }
     except LeanError as error:
         _send(pipe, {"load": str(error)})
         return

@@ -68,14 +68,18 @@ def pickscore(settings: Settings) -> ModelReward:
     source = option(settings, "model")
     tokenizer = settings.tokenizer or (source if settings.model else option(settings, "tokenizer"))
     clip = Clip("rewards.model", source, tokenizer)
-    return ModelReward(settings, [clip.network], lambda x, p, m: clip.scale * clip.cosines(x, p) / 26)
+    return ModelReward(
+        settings, [clip.network], lambda x, p, m: clip.scale * clip.cosines(x, p) / 26
+    )
 
 
 def clipscore(settings: Settings) -> ModelReward:
     """exp(logit_scale) * cos / 30 (flow_grpo, `clip_scorer.py`)."""
     source = option(settings, "model")
     clip = Clip("rewards.model", source, settings.tokenizer or source)
-    return ModelReward(settings, [clip.network], lambda x, p, m: clip.scale * clip.cosines(x, p) / 30)
+    return ModelReward(
+        settings, [clip.network], lambda x, p, m: clip.scale * clip.cosines(x, p) / 30
+    )
 
 
 def hpsv2(settings: Settings) -> ModelReward:
@@ -121,9 +125,7 @@ def aesthetic(settings: Settings) -> ModelReward:
     head = AestheticHead(clip.network.config.projection_dim)
     file = option(settings, "weights")
     fill("rewards.weights", file, head, read_weights("rewards.weights", file))
-    return ModelReward(
-        settings, [clip.network, head], lambda x, p, m: head(clip.images(x))
-    )
+    return ModelReward(settings, [clip.network, head], lambda x, p, m: head(clip.images(x)))
 
 
 def similarity(settings: Settings) -> ModelReward:

@@ -161,8 +161,11 @@ def _inside(box: Box, size: tuple[int, int]) -> tuple[int, int, int, int]:
     """A box in whole pixels of the picture, one at least."""
     left = min(max(round(box[0]), 0), size[0] - 1)
     top = min(max(round(box[1]), 0), size[1] - 1)
-    return left, top, max(left + 1, min(round(box[2]), size[0])), max(
-        top + 1, min(round(box[3]), size[1])
+    return (
+        left,
+        top,
+        max(left + 1, min(round(box[2]), size[0])),
+        max(top + 1, min(round(box[3]), size[1])),
     )
 
 

@@ -134,16 +134,16 @@ class Preference:
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[Any]) -> list[float]:
         """Win rates of the pictures `(B, C, H, W)` of one prompt; RewardError for several."""
         if len(set(prompts)) > 1:
-            raise RewardError("reward `preference` compares pictures of one prompt, not of several.")
+            raise RewardError(
+                "reward `preference` compares pictures of one prompt, not of several."
+            )
         if images.ndim != 4:
             raise RewardError("reward `preference` compares pictures, and these are videos.")
         pictures = as_pictures(images)
         pairs = list(combinations(range(len(pictures)), 2))
         with ThreadPoolExecutor(self._model.at_once) as pool:
             chosen = list(
-                pool.map(
-                    lambda ab: self._model.found([pictures[i] for i in ab], prompts[0]), pairs
-                )
+                pool.map(lambda ab: self._model.found([pictures[i] for i in ab], prompts[0]), pairs)
             )
         wins, games = [0] * len(pictures), [0] * len(pictures)
         for (a, b), choice in zip(pairs, chosen, strict=True):

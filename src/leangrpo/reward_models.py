@@ -1,7 +1,6 @@
 """Reward models in place: on their device, in batches, off it again where they are to be.
 
-`load` makes a reward of its settings; `reward_clip`, `reward_vision` and `reward_judge` have the
-formulas. Pictures are handled as 8-bit PIL pictures, as the published scorers do.
+`reward_clip`, `reward_vision`, `reward_geneval` and `reward_judge` have the formulas. Pictures are handled as 8-bit PIL pictures, as the published scorers do.
 """
 
 from __future__ import annotations
@@ -107,25 +106,19 @@ class Scaled:
         return (torch.as_tensor(scores, dtype=torch.float64) - self.mean) / self.std
 
 
-def load(settings: Settings, timeout: float | None = None) -> Any:
-    """A built-in reward that has a network or asks a server. Raises LeanError if it cannot be."""
-    from . import reward_clip, reward_geneval, reward_judge, reward_vision
+class Batched:
+    """Another reward, called with so many samples at most."""
 
-    makers: dict[str, Callable[[Settings], ModelReward]] = {
-        "pickscore": reward_clip.pickscore,
-        "hpsv2": reward_clip.hpsv2,
-        "clipscore": reward_clip.clipscore,
-        "aesthetic": reward_clip.aesthetic,
-        "similarity": reward_clip.similarity,
-        "imagereward": reward_vision.imagereward,
-        "hpsv3": reward_vision.hpsv3,
-        "geneval": reward_geneval.geneval,
-    }
-    if settings.name in makers:
-        return makers[settings.name](settings)
-    if settings.name == "judge":
-        return reward_judge.Judge(settings, timeout)
-    return reward_judge.Preference(settings, timeout)
+    def __init__(self, reward: Any, size: int) -> None:
+        self.reward, self.size = reward, size
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[Any]) -> list[Any]:
+        """All scores in order."""
+        scores: list[Any] = []
+        for i in range(0, len(prompts), self.size):
+            part = slice(i, i + self.size)
+            scores += list(self.reward(images[part], prompts[part], metadata[part]))
+        return scores
 
 
 def per_sample(what: str, metadata: Sequence[dict[str, Any]], key: str) -> list[Any]:

@@ -27,10 +27,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from .catalogue import CATALOGUE, REMOTE
 from .config import load_object
 from .errors import LeanError, RewardError, UnavailableError, problem
 from .ocr import Reading, model_file, recogniser, rgb
 from .remote import RemoteReward, is_url
+from .settings import Reward as Settings
 
 Metadata: TypeAlias = dict[str, Any]
 Reward: TypeAlias = Callable[[Tensor, list[str], list[Metadata]], Any]
@@ -185,27 +187,64 @@ REWARDS: dict[str, Reward] = {
 }
 
 
-def load_reward(name: str, timeout: float | None = None) -> Reward:
+def load_reward(reward: str | Settings, timeout: float | None = None) -> Reward:
     """A built-in reward by its name, your own as `module:function`, or a server's as its URL.
 
     A class (`module:Class`) is made into its instance, once, without arguments: the place for a
     model of your own. A call gives up on a server that is silent for `timeout` seconds. Raises
     LeanError for an unknown name, a package that is missing, a module that cannot be imported, a
-    thing that cannot be called with three arguments, or a URL that no server can have.
+    thing that cannot be called with three arguments, a URL that no server can have, or a model that
+    cannot be loaded.
     """
+    from .reward_models import Batched, Scaled
+
+    settings = Settings(name=reward) if isinstance(reward, str) else reward
+    found = _load(settings, timeout)
+    entry = CATALOGUE.get(settings.name)
+    if settings.batch_size and not (settings.sees_groups or (entry and entry.batches)):
+        found = Batched(found, settings.batch_size)
+    return found if settings.normalise is None else Scaled(found, *settings.normalise)
+
+
+def _load(settings: Settings, timeout: float | None) -> Reward:
+    name = settings.name
     if is_url(name):
         return RemoteReward(name, timeout)
     if ":" in name:
         return _own_reward(name)
-    if name not in REWARDS:
-        close = get_close_matches(name, REWARDS, n=1)
+    if name not in CATALOGUE:
+        close = get_close_matches(name, CATALOGUE, n=1)
         remedy = f"Did you mean `{close[0]}`? " if close else ""
-        names = ", ".join(f"`{n}`" for n in REWARDS)
+        names = ", ".join(f"`{n}`" for n in CATALOGUE)
         remedy += f"Names: {names}, your own as module:function, or a server's URL."
         raise problem("rewards", name, "no reward has this name", remedy)
+    if settings.url is not None and name in REMOTE:
+        return RemoteReward(settings.url, timeout)
+    for need in CATALOGUE[name].needs:
+        if getattr(settings, need) is None:
+            raise problem(f"rewards.{need}", None, f"reward `{name}` needs it")
     if name.startswith("ocr"):
         model_file()  # a missing package is said now, not after the first rollout
-    return REWARDS[name]
+    return REWARDS[name] if name in REWARDS else _with_a_model(settings, timeout)
+
+
+def _with_a_model(settings: Settings, timeout: float | None) -> Reward:
+    """A reward that has a network or asks a judge."""
+    from . import reward_clip, reward_geneval, reward_judge, reward_vision
+
+    makers: dict[str, Callable[[Settings], Reward]] = {
+        "pickscore": reward_clip.pickscore,
+        "hpsv2": reward_clip.hpsv2,
+        "clipscore": reward_clip.clipscore,
+        "aesthetic": reward_clip.aesthetic,
+        "similarity": reward_clip.similarity,
+        "imagereward": reward_vision.imagereward,
+        "hpsv3": reward_vision.hpsv3,
+        "geneval": reward_geneval.geneval,
+        "judge": lambda s: reward_judge.Judge(s, timeout),
+        "preference": lambda s: reward_judge.Preference(s, timeout),
+    }
+    return makers[settings.name](settings)
 
 
 def _own_reward(name: str) -> Reward:

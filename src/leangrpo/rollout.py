@@ -16,6 +16,7 @@ from .data import SampleKey, Transition
 from .layout import Slot
 from .noise import generator
 from .policy import Prefix
+from .rewards import Metadata
 from .scoreboard import Scoreboard
 from .scoring import Scores
 from .setup import Setup
@@ -32,8 +33,27 @@ class Sampled:
 
     prompt: int
     generations: list[int]
-    scores: Future[Scores] | None
+    scores: Future[Scores] | None = None
     left_out: list[int] = field(default_factory=list)
+    group: Group | None = None
+    start: int = 0
+
+    def result(self) -> Scores | None:
+        """Its scores, when they are there."""
+        if self.group is not None:
+            assert self.group.scores is not None
+            whole = self.group.scores.result()
+            return whole.part(self.start, self.start + len(self.generations))
+        return None if self.scores is None else self.scores.result()
+
+
+@dataclass(slots=True)
+class Group:
+    """A prompt's pictures, collected where a reward has to see them all, then scored at once."""
+
+    images: list[Tensor] = field(default_factory=list)
+    about: list[Metadata] = field(default_factory=list)
+    scores: Future[Scores] | None = None
 
 
 def roll_out(
@@ -79,6 +99,7 @@ class _Part:
             for p in {self.offset + slot.prompt for _, slot in self.slots}
         }
         self.prefix: tuple[int, Prefix] | None = None
+        self.group = Group()
         self.own: list[list[tuple[int, int]]] = [[] for _ in self.waves]
         self.scored: list[list[tuple[int, int]]] = [[] for _ in self.waves]
         self.finite: list[Tensor] = []  # of the forward underway, `(B,)` of each step
@@ -91,6 +112,8 @@ class _Part:
         entered = 0
         for n, (wave, slot) in enumerate(self.slots):
             sampled.append(self._sample(wave, slot))
+            if n == ends[wave]:
+                self._score_group(wave)
             while entered <= n:
                 behind = self.slots[entered][0]
                 due = (entered if streams else ends[behind]) + self.s.ahead
@@ -153,8 +176,32 @@ class _Part:
             self.table.bad |= {SampleKey(update, p, g) for g in bad}
             return Sampled(p, generations, None, left_out)
         about = [example.about(pictures) for _ in generations]
+        if s.scorer.groupwise:
+            return self._with_group(p, generations, rollout.images, about, left_out)
         scores = s.scorer.submit(rollout.images, rollout.prompts, about)
         return Sampled(p, generations, scores, left_out)
+
+    def _with_group(
+        self,
+        prompt: int,
+        generations: list[int],
+        images: Tensor,
+        about: list[Metadata],
+        left_out: list[int],
+    ) -> Sampled:
+        """A forward of a group that is scored when its last forward is there; one rank has all."""
+        group, start = self.group, len(self.group.about)
+        group.images.append(images.detach().to(device="cpu", dtype=torch.float32))
+        group.about += about
+        return Sampled(prompt, generations, None, left_out, group, start)
+
+    def _score_group(self, wave: int) -> None:
+        """Give the pictures collected of a wave's prompt to the rewards, if there are any."""
+        group, prompt = self.group, self.waves[wave].prompt
+        if group.about and prompt is not None:
+            prompts = [self.drawn[self.offset + prompt].prompt] * len(group.about)
+            group.scores = self.s.scorer.submit(torch.cat(group.images), prompts, group.about)
+        self.group = Group()
 
     def _take(self, slot: Slot, transition: Transition) -> None:
         transition.weight = 0.0 if slot.idle else self.s.weights[transition.step]
@@ -170,11 +217,12 @@ class _Part:
     def _enter(self, wave: int, one: Sampled) -> None:
         """Wait for a forward's rewards."""
         sampled = one.generations
-        if one.scores is None:
+        with self.s.watch.stage("reward"):
+            scores = one.result()
+        if scores is None:
             self.table.leave_out(one.prompt, sampled)
         else:
-            with self.s.watch.stage("reward"):
-                self.table.enter(one.prompt, sampled, one.scores.result())
+            self.table.enter(one.prompt, sampled, scores)
         self.table.leave_out(one.prompt, one.left_out)
         own = [(one.prompt, g) for g in sampled]
         self.scored[wave] += own

@@ -27,7 +27,7 @@ class Scoreboard:
         self.each = {name: torch.zeros_like(self.rewards) for name in names}
         self.owned: list[tuple[int, int]] = []
         self.bad: set[SampleKey] = set()
-        self.excluded = 0
+        self.excluded, self.seconds = 0, dict.fromkeys(names, 0.0)
 
     def enter(self, prompt: int, generations: Sequence[int], scores: Scores) -> None:
         """Write down the scores of some generations of a prompt."""
@@ -37,6 +37,8 @@ class Scoreboard:
             self.each[name][at] = values
         self.owned += [(prompt, g) for g in generations]
         self.excluded += scores.excluded
+        for name, seconds in scores.latency.items():
+            self.seconds[name] += seconds
 
     def leave_out(self, prompt: int, generations: Sequence[int]) -> None:
         """Write down that some generations of a prompt have no score."""
@@ -78,6 +80,8 @@ class Scoreboard:
         self.rewards, self.advantages, *each = self._from_owners(world, *tensors)
         self.each = dict(zip(self.each, each, strict=True))
         self.excluded = int(world.sum(torch.tensor(self.excluded)))
+        seconds = torch.tensor(list(self.seconds.values()), dtype=torch.float64)
+        self.seconds = dict(zip(self.seconds, world.sum(seconds).tolist(), strict=True))
 
     def _from_owners(self, world: World, *tensors: Tensor) -> Sequence[Tensor]:
         """Each sample's entries from the one rank that owns it: a sum of what is zero elsewhere."""

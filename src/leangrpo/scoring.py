@@ -17,6 +17,7 @@ from torch import Tensor
 from .crew import Call, Crew, name_of
 from .errors import LeanError, RewardError, problem
 from .rewards import Metadata, Reward
+from .settings import Reward as RewardSettings
 from .settings import Scoring
 from .workers import Job
 
@@ -37,11 +38,23 @@ class Scores:
     latency: dict[str, float]
     excluded: int
 
+    def part(self, start: int, stop: int) -> Scores:
+        """Those of some samples; the time is the first's, so that it is counted once."""
+        share = 0.0 if start else 1.0
+        total = self.total[start:stop]
+        return Scores(
+            total,
+            {name: scores[start:stop] for name, scores in self.each.items()},
+            self.seconds * share,
+            {name: seconds * share for name, seconds in self.latency.items()},
+            excluded=int(total.isnan().sum()),
+        )
+
 
 class Scorer:
     """Runs weighted rewards in workers of its own, so that scoring overlaps sampling.
 
-    `rewards` are (name or callable, weight); a weight of 0 measures without adding. `scoring` says
+    `rewards` are (name, settings or callable, weight); a weight of 0 measures without adding. `scoring` says
     how many calls there may be at once, in threads or processes, how long one may take and how
     often it is tried again (`settings.Scoring`); a `crew` that has these rewards may be shared, and
     is closed with the first that is. `on_bad` says what a NaN or infinite score, or a picture that
@@ -52,7 +65,7 @@ class Scorer:
 
     def __init__(
         self,
-        rewards: Sequence[tuple[str | Reward, float]],
+        rewards: Sequence[tuple[str | RewardSettings | Reward, float]],
         *,
         on_bad: Literal["stop", "exclude"] = "stop",
         scoring: Scoring | None = None,
@@ -61,6 +74,7 @@ class Scorer:
         if on_bad not in ("stop", "exclude"):
             raise problem("on_bad_reward", on_bad, "it must be stop or exclude")
         self._weights: dict[str, float] = {}
+        self.groupwise = any(isinstance(r, RewardSettings) and r.sees_groups for r, _ in rewards)
         for reward, weight in rewards:
             name = name_of(reward)
             if name in self._weights:

@@ -21,9 +21,11 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 
+from .crew import name_of
 from .errors import LeanError, RewardError, UnavailableError, problem
 from .remote import TOKEN
 from .scoring import Scorer
+from .settings import Reward as Settings
 from .settings import Scoring
 from .wire import WireError, decode
 from .workers import GRACE_S
@@ -46,7 +48,7 @@ class RewardServer(ThreadingHTTPServer):
 
     def __init__(
         self,
-        name: str,
+        reward: str | Settings,
         host: str = "127.0.0.1",
         port: int = 8000,
         *,
@@ -58,10 +60,10 @@ class RewardServer(ThreadingHTTPServer):
             rule = "other machines reach it, and there is no token for them to show"
             remedy = f"Set {TOKEN} in the environment, here and where the trainer runs."
             raise problem("--host", host, rule, remedy)
-        self.name, self.token, self.max_body = name, token, max_body
+        self.name, self.token, self.max_body = name_of(reward), token, max_body
         self._busy: set[threading.Thread] = set()
         self.scorer = Scorer(
-            [(name, 1.0)], on_bad="exclude", scoring=Scoring(workers=workers, retries=0)
+            [(reward, 1.0)], on_bad="exclude", scoring=Scoring(workers=workers, retries=0)
         )
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -197,12 +199,12 @@ class _Handler(BaseHTTPRequestHandler):
         print(f"{self.client_address[0]}: {text}", file=sys.stderr, flush=True)
 
 
-def serve(name: str, host: str, port: int, *, token: str | None, workers: int) -> None:
+def serve(reward: str | Settings, host: str, port: int, *, token: str | None, workers: int) -> None:
     """Serve a reward until Ctrl-C, after saying where; errors as `RewardServer`."""
     try:
-        server = RewardServer(name, host, port, token=token, workers=workers)
+        server = RewardServer(reward, host, port, token=token, workers=workers)
     except UnicodeError as error:
         raise LeanError(f"--host {host}: it is no host.") from error
     with server:
-        print(f"`{name}` is served at {server.url}", flush=True)
+        print(f"`{server.name}` is served at {server.url}", flush=True)
         server.serve_forever()

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from .catalogue import CATALOGUE
 from .settings_model import Float, Int, Kernel, Model, Prompts, Sampling, Settings, Size
 
 Momentum = Annotated[Float, Field(ge=0, lt=1)]
@@ -120,10 +121,10 @@ class Advantage(Settings):
     ddof: Literal[0, 1] = Field(0, description="0 = population (FlowGRPO), 1 = sample (DanceGRPO)")
     epsilon: Float = Field(1e-4, ge=0, description="added to the deviation (FlowGRPO: 1e-4)")
     clip: Float | None = Field(5.0, gt=0, description="bound of |A|; null = off (FlowGRPO: 5)")
-    rewards: Literal["sum", "each"] = Field(
+    rewards: Literal["sum", "each", "gdpo"] = Field(
         "sum",
         description="several rewards: their weighted sum is normalised, or each is and then "
-        "weighted (MixGRPO)",
+        "weighted (MixGRPO), or that sum is normalised again over the update (GDPO)",
     )
     history: Int = Field(
         16, ge=1, description="baseline history: rewards kept of a prompt (DDPO: 16)"
@@ -280,12 +281,71 @@ class Ema(Settings):
 
 
 class Reward(Settings):
-    """One reward and its weight."""
+    """One reward: its weight, where it computes, and what it is made of."""
 
     name: str = Field(
         min_length=1, description="a reward's name, your own as module:function, or a server's URL"
     )
     weight: Float = Field(1.0, description="its weight in the sum that is trained on")
+    evaluate_only: bool = Field(
+        False, description="measured on held-out prompts, and never trained on"
+    )
+    normalise: tuple[Float, Annotated[Float, Field(gt=0)]] | None = Field(
+        None, description="mean and std: the score becomes (score - mean) / std, before its weight"
+    )
+    groupwise: bool = Field(
+        False, description="your own or a server's: it is given all pictures of a prompt at once"
+    )
+    batch_size: Int | None = Field(
+        None,
+        ge=1,
+        description="pictures in one call of it, of a judge requests at once; null = all, 8",
+    )
+    device: Annotated[str, BeforeValidator(_device)] = Field(
+        "auto", description="where its network computes: auto, cpu, cuda or cuda:N"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="its network computes in"
+    )
+    offload: bool = Field(False, description="its network waits on the CPU between calls")
+    model: str | None = Field(
+        None, min_length=1, description="hub id or folder of its network; null = the published one"
+    )
+    weights: str | None = Field(
+        None,
+        min_length=1,
+        description="file, or owner/repository/file, of what is loaded into it; null = published",
+    )
+    tokenizer: str | None = Field(
+        None, min_length=1, description="hub id or folder; null = the model's, or the published one"
+    )
+    clip: str | None = Field(
+        None, min_length=1, description="geneval: hub id or folder of the CLIP that names colours"
+    )
+    url: str | None = Field(
+        None,
+        min_length=1,
+        description="judges: an OpenAI-compatible endpoint; or a reward's server",
+    )
+    template: str | None = Field(
+        None, min_length=1, description="a file with the instruction, {prompt} in it"
+    )
+    pattern: str | None = Field(
+        None,
+        min_length=1,
+        description="judges: regular expression whose first group is the verdict",
+    )
+    reference: str | None = Field(
+        None,
+        min_length=1,
+        description="similarity: name of the picture to compare with; null = image",
+    )
+
+    @property
+    def sees_groups(self) -> bool:
+        """Whether it has to be given all pictures of a prompt at once."""
+        entry = CATALOGUE.get(self.name)
+        return self.groupwise or (entry is not None and entry.groupwise)
 
 
 class Evaluation(Settings):
@@ -354,3 +414,8 @@ class Config(Settings):
     evaluation: Evaluation = Field(Evaluation(), description="what is measured")
     checkpoint: Checkpoint = Field(Checkpoint(), description="what is saved")
     run: Run = Field(Run(), description="where it runs")
+
+    @property
+    def trained(self) -> tuple[Reward, ...]:
+        """The rewards that are trained on."""
+        return tuple(reward for reward in self.rewards if not reward.evaluate_only)

@@ -425,13 +425,19 @@ def make_schedule(
 def make_scorers(config: Config) -> tuple[Scorer, Scorer]:
     """The training rewards, and the same with the evaluation-only ones at weight 0.
 
-    They share their workers, so that a reward is loaded once in each.
+    Those that compare a group are left out there, as a held-out prompt has one picture. They share
+    their workers, so that a reward is loaded once in each.
     """
-    trained = [(r.name, r.weight) for r in config.rewards]
-    names = {name for name, _ in trained}
-    extra = [(r.name, 0.0) for r in config.evaluation.rewards if r.name not in names]
-    crew = Crew([name for name, _ in (*trained, *extra)], config.scoring)
-    judge = Scorer([*trained, *extra], on_bad="exclude", crew=crew)
+    trained = [(r, r.weight) for r in config.trained]
+    names = {r.name for r, _ in trained}
+    extra = {
+        r.name: (r, 0.0)
+        for r in (*config.evaluation.rewards, *config.rewards)
+        if r.name not in names
+    }
+    crew = Crew([reward for reward, _ in (*trained, *extra.values())], config.scoring)
+    alone = [pair for pair in trained if not pair[0].sees_groups]
+    judge = Scorer([*alone, *extra.values()], on_bad="exclude", crew=crew)
     return Scorer(trained, on_bad=config.on_bad_reward, crew=crew), judge
 
 

@@ -216,7 +216,8 @@ def _line(
     table: Scoreboard,
     steps: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """A line of `metrics.jsonl`; all but `time` and `memory` is reproducible bitwise."""
+    """A line of `metrics.jsonl`; all but `time`, `reward_seconds` and `memory` is
+    reproducible bitwise."""
     world, first = s.world, steps[0]
     table.join(world)
     ledger_bytes = max(one.pop("ledger_bytes") for one in steps)
@@ -234,6 +235,7 @@ def _line(
         "reward_mean": float(finite.mean()) if len(finite) else None,
         "reward_std": float(finite.std(correction=0)) if len(finite) else None,
         "rewards": {name: float(values.nanmean()) for name, values in table.each.items()},
+        "reward_seconds": table.seconds,
         "advantage_std": float(spread.std(correction=0)),
         "advantage_abs_max": float(spread.abs().max()),
         "loss": first["loss"],
