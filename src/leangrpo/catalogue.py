@@ -6,10 +6,14 @@ Plain data, so that settings are checked before anything heavy is imported; `rew
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 CLIP_L = "openai/clip-vit-large-patch14"
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+
+HUB_FILE = re.compile(r"\w[\w.-]*/[\w.-]+/[\w./-]+")
+"""A file of the hub: owner/repository/file."""
 
 PLACEMENT = ("device", "dtype", "offload")
 """What a reward with a network of its own may be told besides."""

@@ -75,7 +75,7 @@ def score(
     for name in names:
         if names.count(name) > 1:
             raise problem("--reward", name, "it is given twice")
-    from .checks import check_reward
+    from .reward_checks import check_reward
 
     wrong = [str(p) for r, _ in rewards for p in check_reward(f"--reward {r.name}", r)]
     if wrong:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -191,9 +192,7 @@ def geneval(settings: Settings) -> ModelReward:
             seen = detector(pixel_values=pixels.to(at.device, at.dtype))
             limit = COUNTING_THRESHOLD if about.get("tag") == "counting" else THRESHOLD
             objects = detections(seen.logits[0], seen.pred_boxes[0], picture.size, names, limit)
-            scores.append(
-                strict_score(objects, about, lambda f, n, picture=picture: namer(picture, f, n))
-            )
+            scores.append(strict_score(objects, about, partial(namer, picture)))
         return torch.tensor(scores)
 
     return ModelReward(settings, [detector, clip.network], score)

@@ -1,6 +1,7 @@
 """Reward models in place: on their device, in batches, off it again where they are to be.
 
-`reward_clip`, `reward_vision`, `reward_geneval` and `reward_judge` have the formulas. Pictures are handled as 8-bit PIL pictures, as the published scorers do.
+`reward_clip`, `reward_vision`, `reward_geneval` and `reward_judge` have the formulas. Pictures are
+handed on in 8 bits, as PIL pictures, as the published scorers take them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def option(settings: Settings, name: str) -> str:
 
 
 def device_of(settings: Settings) -> torch.device:
-    """Where its networks compute: `auto` is the first accelerator; LeanError where there is none."""
+    """Where its networks compute: `auto` is the first accelerator; LeanError if there is none."""
     name = settings.device
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

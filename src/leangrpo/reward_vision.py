@@ -73,7 +73,8 @@ class ImageRewardNet(nn.Module):
         """Normalised scores `(B,)` of `(B, 3, S, S)` pictures and `(B, L)` tokens."""
         seen = self.vision(pixels).last_hidden_state
         read = self.text(input_ids=tokens, attention_mask=mask, encoder_hidden_states=seen)
-        return (self.mlp(read.last_hidden_state[:, 0]).float() - MEAN) / STD
+        score: Tensor = self.mlp(read.last_hidden_state[:, 0]).float()
+        return (score - MEAN) / STD
 
 
 def _layers(weights: Mapping[str, Tensor], prefix: str) -> int:
@@ -136,11 +137,12 @@ def imagereward(settings: Settings) -> ModelReward:
         pixels = prepare(images=pictures, return_tensors="pt")["pixel_values"]
         at = network.mlp.layers[0].weight
         where = at.device
-        return network(
+        found: Tensor = network(
             pixels.to(where, at.dtype),
             tokens["input_ids"].to(where),
             tokens["attention_mask"].to(where),
         )
+        return found
 
     return ModelReward(settings, [network], score)
 
@@ -155,7 +157,7 @@ PIXELS = 256 * 28 * 28
 class Hpsv3Net(nn.Module):
     """Qwen2-VL without its word head, and HPSv3's: hidden to 1024 to 16 to (mean, log-variance).
 
-    Source: MizzenAI/HPSv3, `qwen2vl_trainer.py`, head `ranknet` (its dropout acts in training only).
+    Source: MizzenAI/HPSv3, `qwen2vl_trainer.py`, head `ranknet` (dropout acts in training only).
     """
 
     def __init__(self, config: Any) -> None:
@@ -227,7 +229,7 @@ def hpsv3(settings: Settings) -> ModelReward:
         tokens = tokenize(texts, padding=True, return_tensors="pt")
         at = network.rm_head[0].weight
         ids = tokens["input_ids"].to(at.device)
-        return network(
+        found: Tensor = network(
             token,
             input_ids=ids,
             attention_mask=tokens["attention_mask"].to(at.device),
@@ -235,6 +237,7 @@ def hpsv3(settings: Settings) -> ModelReward:
             pixel_values=seen["pixel_values"].to(at.device, at.dtype),
             image_grid_thw=seen["image_grid_thw"].to(at.device),
         )
+        return found
 
     return ModelReward(settings, [network], score)
 

@@ -54,13 +54,13 @@ class Scores:
 class Scorer:
     """Runs weighted rewards in workers of its own, so that scoring overlaps sampling.
 
-    `rewards` are (name, settings or callable, weight); a weight of 0 measures without adding. `scoring` says
-    how many calls there may be at once, in threads or processes, how long one may take and how
-    often it is tried again (`settings.Scoring`); a `crew` that has these rewards may be shared, and
-    is closed with the first that is. `on_bad` says what a NaN or infinite score, or a picture that
-    holds one, does: "stop" raises RewardError, "exclude" makes the sample NaN. Such a picture is
-    never given to a reward: in 8 bits it would be black or white and score like any other (cf.
-    diffusers#9096).
+    `rewards` are (name, settings or callable, weight); a weight of 0 measures without adding.
+    `scoring` says how many calls there may be at once, in threads or processes, how long one may
+    take and how often it is tried again (`settings.Scoring`); a `crew` that has these rewards may
+    be shared, and is closed with the first that is. `on_bad` says what a NaN or infinite score, or
+    a picture that holds one, does: "stop" raises RewardError, "exclude" makes the sample NaN. Such
+    a picture is never given to a reward: in 8 bits it would be black or white and score like any
+    other (cf. diffusers#9096). `groupwise` says that a reward has to see whole groups.
     """
 
     def __init__(

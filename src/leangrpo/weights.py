@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .catalogue import HUB_FILE
 from .errors import LeanError, problem
-
-HUB_FILE = re.compile(r"[\w.-]+/[\w.-]+/[\w./-]+")
-"""owner/repository/file."""
 
 
 def weights_file(setting: str, source: str) -> Path:
