@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from leangrpo.checks import REWARDS, check
+from leangrpo.catalogue import CATALOGUE as REWARDS
+from leangrpo.checks import check
 from leangrpo.config import (
     Config,
     config_hash,

@@ -60,7 +60,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor], kind: str) -> flo
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    return [{**line, "time": 0, "memory": 0} for line in read_run(run).metrics]
+    return [{**line, "time": 0, "memory": 0, "reward_seconds": 0} for line in read_run(run).metrics]
 
 
 def sha(run: Path) -> str:

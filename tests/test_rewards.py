@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 import leangrpo.ocr as ocr_module
-from leangrpo.checks import REWARDS as CONFIG_REWARDS
+from leangrpo.catalogue import CATALOGUE
 from leangrpo.errors import LeanError, RewardError
 from leangrpo.ocr import FLOOR, Recogniser, recogniser
 from leangrpo.rewards import (
@@ -263,7 +263,7 @@ def test_jpeg_size_orders_noise_over_flat() -> None:
 
 
 def test_the_names_of_the_settings_exist() -> None:
-    assert tuple(REWARDS) == CONFIG_REWARDS
+    assert tuple(REWARDS) == tuple(CATALOGUE)[:5]
     for name in REWARDS:
         assert load_reward(name) is REWARDS[name]
 
@@ -273,8 +273,8 @@ def test_an_unknown_name_suggests_one() -> None:
         load_reward("ocr_logprob")
     assert str(caught.value) == (
         "`rewards` is 'ocr_logprob': no reward has this name. Did you mean `ocr_log_prob`? "
-        "Names: `ocr`, `ocr_log_prob`, `ocr_exact`, `jpeg_compressibility`, "
-        "`jpeg_incompressibility`, your own as module:function, or a server's URL."
+        f"Names: {', '.join(f'`{name}`' for name in CATALOGUE)}, your own as module:function, or "
+        "a server's URL."
     )
     with pytest.raises(LeanError, match=r"no reward has this name\. Names: "):
         load_reward("zzz")
@@ -559,7 +559,8 @@ PAGE = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="u
 
 
 def test_the_page_lists_the_rewards() -> None:
-    assert set(re.findall(r"^\| `([a-z_]+)` \| .* \| .* \| .* \|$", PAGE, re.M)) == set(REWARDS)
+    rows = re.findall(r"^\| `([a-z0-9_]+)` \| .* \| .* \| .* \| .* \| .* \|$", PAGE, re.M)
+    assert rows == list(CATALOGUE)
 
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys) -> None:
