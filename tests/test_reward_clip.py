@@ -37,7 +37,7 @@ def embeddings(folder: Path, images: Tensor, weights: dict[str, Tensor] | None =
         found = model(
             pixel_values=pixels, **{k: tokens[k] for k in ("input_ids", "attention_mask")}
         )
-    return found.image_embeds, found.text_embeds, float(model.logit_scale.exp())
+    return found.image_embeds, found.text_embeds, float(model.logit_scale.detach().exp())
 
 
 def score(settings: Reward, images: Tensor, metadata: list | None = None) -> Tensor:

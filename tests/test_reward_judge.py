@@ -27,7 +27,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
         server.asked.append((self.path, body, self.headers.get("Authorization")))  # type: ignore[attr-defined]
-        *shown, text = body["messages"][0]["content"]
+        *shown, _ = body["messages"][0]["content"]
         bright = []
         for one in shown:
             data = one["image_url"]["url"].removeprefix("data:image/png;base64,")
@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
 def server() -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
         made.asked, made.say, made.raw, made.status = [], None, None, 200  # type: ignore[attr-defined]
-        thread = threading.Thread(target=made.serve_forever)
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
         thread.start()
         yield made
         made.shutdown()

@@ -138,7 +138,12 @@ def qwen(tmp_path: Path):
         text_config={
             **{"vocab_size": len(tokenizer) + 1, "hidden_size": 32, "intermediate_size": 48},
             **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
-            **{"max_position_embeddings": 1024, "tie_word_embeddings": False},
+            **{
+                "bos_token_id": None,
+                "eos_token_id": None,
+                "max_position_embeddings": 1024,
+                "tie_word_embeddings": False,
+            },
             "rope_parameters": {
                 **{"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
             },

@@ -253,12 +253,7 @@ def _restore_buffers(network: Hpsv3Net, config: Any) -> None:
     """Recompute what no file has: the rotary frequencies, which were made on the meta device."""
     for name, module in network.named_modules():
         if any(b.is_meta for b in module.buffers(recurse=False)):
-            vision = name.startswith("model.visual")
-            part = config.vision_config if vision else config.text_config
-            if vision:
-                width = part.embed_dim // part.num_heads // 2
-                fresh = type(module)(width)
-            else:
-                fresh = type(module)(part)
+            vision = name.startswith("model.visual.")
+            fresh = type(module)(config.vision_config if vision else config.text_config)
             for key, value in fresh.named_buffers(recurse=False):
                 module.register_buffer(key, value, persistent=False)
