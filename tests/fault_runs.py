@@ -34,7 +34,7 @@ SETTINGS = (
     "scoring={timeout: 2.0, retries: 1, backoff: 0.05}",
     "parallel.timeout=60",
 )
-TIMES = ("time", "memory")
+TIMES = ("time", "memory", "reward_seconds")
 """What of a line of metrics may be another: seconds and bytes."""
 
 

@@ -445,8 +445,8 @@ def test_unreadable_sources(tmp_path: Path) -> None:
         ),
         (
             "evaluation.rewards.0.name=zzz",
-            "`evaluation.rewards.0.name` is 'zzz': no reward has this name. Names: ocr, "
-            "ocr_log_prob, ocr_exact, jpeg_compressibility, jpeg_incompressibility.",
+            "`evaluation.rewards.0.name` is 'zzz': no reward has this name. Names: "
+            f"{', '.join(REWARDS)}.",
         ),
         (
             "rewards.1.name=ocr_log_prob",

@@ -230,7 +230,10 @@ def test_a_run_goes_on_and_resumes_bitwise(
     train(settings(tmp_path / "again", memory, "updates=2"), quiet=True)
     train(again, resume=True, quiet=True)
     lines = [
-        [{**line, "time": 0, "memory": 0} for line in read_run(tmp_path / name).metrics]
+        [
+            {**line, "time": 0, "memory": 0, "reward_seconds": 0}
+            for line in read_run(tmp_path / name).metrics
+        ]
         for name in ("whole", "again")
     ]
     assert [line["excluded"] for line in lines[0]] == [1, 1, 1, 1]

@@ -35,7 +35,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    return [{**line, "time": 0, "memory": 0} for line in read_run(run).metrics]
+    return [{**line, "time": 0, "memory": 0, "reward_seconds": 0} for line in read_run(run).metrics]
 
 
 @pytest.mark.parametrize("version", FORMATS)

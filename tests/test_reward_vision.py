@@ -195,7 +195,7 @@ def test_hpsv3(tmp_path: Path) -> None:
     for picture, prompt in zip(as_pictures(images), prompts, strict=True):
         seen = prepare(images=[picture], return_tensors="pt")
         count = int(seen["image_grid_thw"].prod()) // 4
-        assert 200 < count <= 256
+        assert 256 <= count < 300  # as near above 256 as multiples of 28 allow
         text = (
             "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
             f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>how good {prompt} <|Reward|>"
