@@ -27,6 +27,7 @@ from .errors import LeanError, problem
 from .launch import resume_command
 from .parallel import World
 from .runfolder import CONFIG
+from .settings import Reward
 
 _RUN = dict.fromkeys(("run", "checkpoint", "updates", "recipe", "description"), True)
 _RANKS = _RUN | dict.fromkeys(("schedule", "parallel"), True)
@@ -116,7 +117,10 @@ def _stored(folder: Path) -> dict[Any, Any]:
 
 
 def _known(tree: Any, was: Any, usual: Any) -> Any:
-    """A tree without what `was` has not and is as `usual`."""
+    """A tree without what `was` has not and is as `usual`; a list of mappings is one of rewards."""
+    if isinstance(tree, list) and isinstance(was, list) and len(tree) == len(was):
+        entry = Reward(name="any").model_dump(mode="json")
+        return [_known(value, before, entry) for value, before in zip(tree, was, strict=True)]
     if not isinstance(tree, dict) or not isinstance(was, dict):
         return tree
     found = {name: value for name, value in was.items() if name not in tree}  # retired since

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -90,9 +91,8 @@ def model(setting: str, source: str, kind: Any) -> Any:
 
 
 def _not_there(setting: str, source: str, error: Exception) -> LeanError:
-    said = " ".join(str(error).split())
-    said = said if len(said) <= 160 else f"{said[:157]}..."
-    rule = f"it cannot be loaded: {type(error).__name__}: {said.rstrip('.')}"
+    said = shorten(str(error), 160, placeholder=" [...]").rstrip(".")
+    rule = f"it cannot be loaded: {type(error).__name__}: {said}"
     return problem(setting, source, rule, "Name a folder or a hub id that this machine can reach.")
 
 
