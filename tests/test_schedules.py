@@ -316,7 +316,9 @@ def test_reweight_wants_a_gradient_per_sample() -> None:
     schedule = make(Reweight, model)
     schedule.begin(2, 1)
     x = torch.cat([point(0, 0, torch.float64), point(1, 0, torch.float64)])
-    with pytest.raises(LeanError, match=r"2 samples in one transition.*not sampled inside its `capture`"):
+    with pytest.raises(
+        LeanError, match=r"2 samples in one transition.*not sampled inside its `capture`"
+    ):
         schedule.transition(Transition((0, 1), 0, model.score(x)))
 
 
