@@ -13,7 +13,7 @@ from torch import Tensor
 from leangrpo import race as race_module
 from leangrpo.config import Config, load_config
 from leangrpo.errors import LeanError
-from leangrpo.race import COLUMNS, curves, draw, race, reached, time_to_target, verdict
+from leangrpo.race import COLUMNS, curves, draw, race, reached, targets, time_to_target, verdict
 
 
 def darkness(images: Tensor, prompts: list[str], metadata: list[Any]) -> Tensor:
@@ -116,23 +116,46 @@ def made(seed: int, name: str, pace: float, rewards: list[float]) -> list[dict[s
     return [dict(zip(COLUMNS, one, strict=True)) for one in values]
 
 
-def made_result(rows: list[dict[str, Any]], seeds: list[int]) -> dict[str, Any]:
+def made_result(
+    rows: list[dict[str, Any]], seeds: list[int], target: float | None = 3.0
+) -> dict[str, Any]:
     names = ["native", "reweight"]
     about = {"recipe": "made", "train": "lora", "steps": 3, "prompts": 2, "generations": 4}
     return {
         **about,
         "micro_batch": 2,
         "updates": 4,
-        "target": 3.0,
+        "target": target,
         "schedules": names,
         "seeds": seeds,
         "rows": rows,
-        **time_to_target(rows, names, seeds, 3.0),
+        **time_to_target(rows, names, seeds, target),
     }
 
 
 UP = [0.0, 9.0, 2.0, 9.0, 4.0]  # what is not scored counts for nothing: 3 is reached at update 3
 FLAT = [0.0, 9.0, 2.0, 9.0, 2.5]
+
+
+def test_a_target_of_each_seed() -> None:
+    """The most that all its schedules gained, so that each gets there; a seed's own."""
+    higher = [0.0, 0.0, 3.0, 0.0, 6.0]
+    rows = [*made(0, "native", 3.0, UP), *made(0, "reweight", 2.0, FLAT)]
+    rows += [*made(1, "native", 4.0, higher), *made(1, "reweight", 2.0, higher)]
+    result = made_result(rows, [0, 1], None)
+    assert targets(result) == [2.5, 6.0]
+    assert [t["target"] for t in result["times"]] == [2.5, 2.5, 6.0, 6.0]
+    assert [t["update"] for t in result["times"]] == [2.5, 4.0, 4.0, 4.0]
+    assert result["ratios"]["reweight"]["each"] == [7.5 / 8.0, 2.0]
+
+
+def test_a_seed_that_gains_nothing_has_no_target(tmp_path: Path) -> None:
+    rows = [*made(0, "native", 3.0, [0.0] * 5), *made(0, "reweight", 2.0, UP)]
+    result = made_result(rows, [0], None)
+    assert targets(result) == []
+    assert result["ratios"]["reweight"] == {"mean": None, "each": [None]}
+    image, _ = draw(result, tmp_path)
+    assert "no ratio" in image.read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -355,7 +355,7 @@ FIGURES = (
     Figure(
         "table1",
         "Ablation: what each change brings, on two ranks",
-        4.0,
+        8.0,
         lambda s: {"rows": s.rows(ablation_points())},
         figures.draw_ablation,
         figures.tell_ablation,
@@ -363,7 +363,7 @@ FIGURES = (
     Figure(
         "figure3",
         "Speedup over native against the share of selected steps",
-        9.0,
+        14.0,
         lambda s: {"rows": s.rows(speedup_points())},
         figures.draw_speedup,
         figures.tell_speedup,
@@ -371,7 +371,7 @@ FIGURES = (
     Figure(
         "figure4",
         "Where the time of an update goes, all steps selected",
-        2.0,
+        1.5,
         lambda s: {"rows": s.rows(breakdown_points())},
         figures.draw_breakdown,
         figures.tell_breakdown,
@@ -379,7 +379,7 @@ FIGURES = (
     Figure(
         "figure5",
         "Reward against updates and against time, and the time to a target",
-        12.0,
+        11.0,
         lambda s: race.race(say=s.say),
         race.draw,
         race.verdict,

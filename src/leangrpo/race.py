@@ -31,10 +31,6 @@ SETTINGS = (
 )
 """Every step that can be trained is, with few pictures a forward: what a large model's memory
 leaves room for, and where a forward more or less can be seen in the time of a whole update."""
-TARGET = 0.4
-"""What the held-out log-probability of the text, per character, is to gain; where a run begins
-depends on the seed's noise. Found by trying the seeds 0 to 2, which gain it within 18 updates, and
-therefore measured with others."""
 SEEDS = (3, 4, 5)
 HELD_OUT = 48
 """Held-out prompts that are scored, spread over the whole list, which may be sorted."""
@@ -49,7 +45,7 @@ def race(
     *,
     schedules: Sequence[str] = SCHEDULES,
     seeds: Sequence[int] = SEEDS,
-    target: float = TARGET,
+    target: float | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Train `config` (None: `RECIPE` with `SETTINGS`) under each schedule with each seed.
@@ -58,13 +54,14 @@ def race(
     reward, gradient, optimizer; no loading, no evaluation), the update's mean training reward and,
     every `evaluation.every` updates, the mean reward of `HELD_OUT` held-out prompts; None where
     there is none. `times` says when a run's held-out reward had gained `target`, and `ratios` how
-    much sooner than the first schedule each did (see `time_to_target`).
+    much sooner than the first schedule each did (see `time_to_target`). With no `target` each seed
+    has its own: what all its schedules gained at their best, so that nothing has to be guessed.
 
     Raises LeanError for an unknown schedule, for schedules or seeds that are none or given twice,
     and for a target that is no gain.
     """
     _check(schedules, seeds)
-    if not target > 0:
+    if target is not None and not target > 0:
         raise problem("target", target, "it is a gain of held-out reward, and must be above 0")
     config = config or load_config(RECIPE, SETTINGS)
     rows: list[dict[str, Any]] = []
@@ -140,23 +137,33 @@ def _held_out(s: Setup, update: int) -> float | None:
 
 
 def time_to_target(
-    rows: Sequence[dict[str, Any]], schedules: Sequence[str], seeds: Sequence[int], target: float
+    rows: Sequence[dict[str, Any]],
+    schedules: Sequence[str],
+    seeds: Sequence[int],
+    target: float | None = None,
 ) -> dict[str, Any]:
-    """`times`: for each seed and schedule, seconds and updates to the target; None: never reached.
+    """`times`: of each seed and schedule, the target and seconds and updates to it; None: never.
 
-    `target` is a gain over the held-out reward before training.
+    `target` is a gain over the held-out reward before training. If it is None, a seed's is the
+    most that each of its schedules gained: that of the one that gained least. It is None in
+    `times`, as are the times, if one of them gained nothing.
 
     `ratios`: for each schedule the first one's seconds over its own, of every seed (`each`) and
     their `mean`; None where one of the runs never got there, as a mean of the others would flatter.
     """
     times: list[dict[str, Any]] = []
     for seed in seeds:
-        for name in schedules:
-            run = [r for r in rows if (r["seed"], r["schedule"]) == (seed, name)]
-            some = [r for r in run if r["heldout"] is not None]
-            heldout = [r["heldout"] - some[0]["heldout"] for r in some]
-            when = {k: reached([r[k] for r in some], heldout, target) for k in COLUMNS[2:4]}
-            times.append({"seed": seed, "schedule": name, **when})
+        scored = {name: _scored(rows, seed, name) for name in schedules}
+        gains = {n: [r["heldout"] - some[0]["heldout"] for r in some] for n, some in scored.items()}
+        goal = min(max(g) for g in gains.values()) if target is None else target
+        for name, some in scored.items():
+            when = {
+                k: reached([r[k] for r in some], gains[name], goal) if goal > 0 else None
+                for k in COLUMNS[2:4]
+            }
+            times.append(
+                {"seed": seed, "schedule": name, "target": goal if goal > 0 else None, **when}
+            )
     ratios: dict[str, dict[str, Any]] = {}
     base = [t["seconds"] for t in times if t["schedule"] == schedules[0]]
     for name in schedules:
@@ -166,6 +173,19 @@ def time_to_target(
         mean = statistics.fmean(there) if len(there) == len(each) else None
         ratios[name] = {"mean": mean, "each": each}
     return {"times": times, "ratios": ratios}
+
+
+def _scored(rows: Sequence[dict[str, Any]], seed: int, name: str) -> list[dict[str, Any]]:
+    return [
+        r for r in rows if (r["seed"], r["schedule"]) == (seed, name) and r["heldout"] is not None
+    ]
+
+
+def targets(result: dict[str, Any]) -> list[float]:
+    """The gain that every seed's runs were to reach, in the order of the seeds."""
+    first = result["schedules"][0]
+    found = [t["target"] for t in result["times"] if t["schedule"] == first]
+    return [target for target in found if target is not None]
 
 
 def reached(xs: Sequence[float], ys: Sequence[float], target: float) -> float | None:
@@ -261,14 +281,17 @@ def draw(
                 axis.grid(alpha=0.3)
             axis_row[0].set_ylabel(label)
         for axis, x in zip(axes[0], ("update", "seconds"), strict=True):
-            axis.axhline(result["target"], color="black", lw=0.8, ls=(0, (1, 3)), label="target")
+            goals = targets(result)
+            for i, goal in enumerate(goals):
+                label = "" if i else f"target{'s' * (len(goals) > 1)}"
+                axis.axhline(goal, color="black", lw=0.8, ls=(0, (1, 3)), label=label)
             for name, mark in zip(result["schedules"], MARKS, strict=False):
                 times = [t[x] for t in result["times"] if t["schedule"] == name]
                 if None not in times:  # a vertical stroke where the seeds get there in the mean
                     axis.axvline(statistics.fmean(times), color="black", lw=0.6, ls=":")
                     axis.plot(
                         [statistics.fmean(times)],
-                        [result["target"]],
+                        [statistics.fmean(goals)],
                         mark,
                         color="white",
                         mec="black",
@@ -295,6 +318,12 @@ def caption(result: dict[str, Any]) -> str:
         f"{result['recipe']} ({result['train']}): {result['prompts']} prompts x "
         f"{result['generations']} generations an update, {result['micro_batch']} a forward, "
         f"{result['steps']} steps; {len(result['seeds'])} seeds.\nLine: mean. Band: lowest to "
-        f"highest seed. Dotted: the target, a gain of {result['target']:g}, set beforehand.\n"
-        f"{verdict(result)}."
+        f"highest seed. {_target(result)}\n{verdict(result)}."
     )
+
+
+def _target(result: dict[str, Any]) -> str:
+    if result["target"] is not None:
+        return f"Dotted: the target, a gain of {result['target']:g}, set beforehand."
+    each = ", ".join(f"{goal:.3f}" for goal in targets(result))
+    return f"Dotted: a seed's target, the most that all its schedules gained ({each})."
