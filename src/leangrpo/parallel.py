@@ -33,6 +33,7 @@ class World:
     rank: int = 0
     size: int = 1
     mesh: Any = None
+    whole_because: str | None = None  # why the weights are not sharded although they could be
     _teams: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     @property
@@ -44,6 +45,16 @@ class World:
     def shards(self) -> int:
         """Ranks that hold one copy of the weights between them."""
         return 1 if self.mesh is None else int(self.mesh["shard"].size())
+
+    def hold_whole(self, because: str) -> None:
+        """Keep a whole copy of the weights on every rank, from before they are sharded.
+
+        A collective; `because` is what the user is told.
+        """
+        kind = self.mesh.device_type
+        names = ("replicate", "shard")
+        self.mesh = init_device_mesh(kind, (self.size, 1), mesh_dim_names=names)
+        self.whole_because = because
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of a CPU tensor over the ranks. Exact where only one of them is not zero."""
@@ -214,6 +225,21 @@ def blocks(module: nn.Module) -> list[nn.Module]:
         if lists:
             found = list(lists[sizes.index(max(sizes))])
     return [m for m in found if any(True for _ in m.parameters()) and not _inside(m, found)]
+
+
+def mixed_dtypes(module: nn.Module) -> list[str]:
+    """The dtypes of the trained parameters of a part FSDP2 would shard at once, if more than one.
+
+    It refuses such a part: Wan, for one, keeps modules in float32 beside weights in bfloat16.
+    """
+    taken: set[nn.Parameter] = set()
+    for part in (*blocks(module), module):
+        own = [p for p in part.parameters() if p not in taken]
+        taken.update(own)
+        dtypes = {p.dtype for p in own if p.requires_grad}
+        if len(dtypes) > 1:
+            return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return []
 
 
 def make_gradients(

@@ -26,7 +26,7 @@ from .errors import problem
 from .gradients import Gradients
 from .layout import Layout, classic_layout, shared_layout
 from .loading import copy_denoisers, load_pipeline, make_trainable, place
-from .parallel import World, join, make_gradients, shard_denoiser
+from .parallel import World, join, make_gradients, mixed_dtypes, shard_denoiser
 from .pipeline import Sampling
 from .policy import Policy
 from .recompute import set_checkpointing
@@ -284,6 +284,7 @@ def plan_text(s: Setup) -> str:
     if s.world.size > 1:
         shards = s.world.shards
         weights = f"weights in {shards} shards" if shards > 1 else "the weights on each"
+        weights += f", {s.world.whole_because}" if s.world.whole_because else ""
         text += (
             f" on {s.world.size} ranks ({len(layout.teams[0])} share a prompt, "
             f"{layout.held} generations each; {weights}; gradients added every {p.sync})"
@@ -342,7 +343,6 @@ def make_policy(
     if m.compile:
         require_compiler(device)
     compute = getattr(torch, m.dtype) if m.has_master else None
-    sharded = world is not None and world.mesh is not None and (world.shards > 1 or bool(compute))
     pipe = load_pipeline(
         m.pipeline,
         dtype=getattr(torch, m.master_dtype or m.dtype),
@@ -350,6 +350,9 @@ def make_policy(
         variant=m.variant,
     )
     choose_trained(config, pipe)
+    if world is not None and world.shards > 1 and compute is None:
+        _shard_one_dtype(config, pipe, world)
+    sharded = world is not None and world.mesh is not None and (world.shards > 1 or bool(compute))
     sampling = make_sampling(config)
     inputs = read_examples(config.prompts)[0].open_images() if config.prompts.images else None
     copied = config.objective.needs_reference and m.train == "full"
@@ -378,6 +381,25 @@ def make_policy(
     if m.compile:
         compile_blocks(policy, graphs_used_twice=config.objective.kl > 0)
     return policy
+
+
+def _shard_one_dtype(config: Config, pipe: Any, world: World) -> None:
+    """Keep weights whole that FSDP2 cannot shard; raises LeanError where shards were asked for."""
+    found = [mixed for module in denoisers(pipe).values() if (mixed := mixed_dtypes(module))]
+    if not found:
+        return
+    dtypes = " and ".join(found[0])
+    if config.parallel.shard:
+        raise problem(
+            "parallel.shard",
+            config.parallel.shard,
+            f"FSDP2 does not shard trained weights in {dtypes} in one block, as this model has",
+            "Use model.master_dtype=float32 (all weights in one dtype), model.train=lora, or "
+            "parallel.shard=1.",
+        )
+    world.hold_whole(
+        f"as FSDP2 does not shard {dtypes} in one block; model.master_dtype=float32 shards them"
+    )
 
 
 def gradients_of(config: Config, policy: Policy, world: World) -> Gradients:
